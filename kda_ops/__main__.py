@@ -1,19 +1,104 @@
-"""The command line, `kda-ops` or `python -m kda_ops`. What a command does lives in its own module."""
+"""The command line, `kda-ops` or `python -m kda_ops`.
+
+Only the parsing lives here. Each command imports what it needs when it runs, so that `kda-ops doctor`
+works where half the machine is broken.
+"""
 
 import argparse
+import importlib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
 
-import kda_ops
+from kda_ops import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="kda-ops")
-    parser.add_argument("--version", action="version", version=kda_ops.__version__)
-    parser.parse_args(argv)
-    parser.print_help()
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; None takes those of the process.
+
+    Returns:
+        The exit status: 0 when the command did what it says, 1 when it found or met a fault.
+        A wrong command line raises SystemExit with status 2, as argparse does.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(with_demo="demo" in argv[:1])
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return int(_COMMANDS[args.command](args))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe, such as `head`, has seen enough.
+        sys.stderr.close()
+        return 0
+
+
+def _parser(*, with_demo: bool) -> argparse.ArgumentParser:
+    """Build the parser; the demo's own options are read in only for the demo."""
+    parser = argparse.ArgumentParser(
+        prog="kda-ops", description="Decode operators for Kimi Delta Attention."
+    )
+    parser.add_argument("--version", action="version", version=f"kda-ops {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", title="commands")
+    demo = commands.add_parser("demo", help="decode with a small model: eager, compiled, rewritten")
+    if with_demo:
+        _demo_command().add_arguments(demo)
+    commands.add_parser("doctor", help="say what was found on this machine and what is missing")
+    commands.add_parser("build", help="compile the CPU kernels now instead of on first use")
+    explain = commands.add_parser("explain", help="say what the graph pass would do to a model")
+    explain.add_argument(
+        "target",
+        metavar="module:callable",
+        help="a function of no arguments that returns (model, inputs), inputs a tuple of tensors",
+    )
+    return parser
+
+
+def _demo_command() -> ModuleType:
+    return importlib.import_module("kda_ops.demo.command")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    return int(_demo_command().run(args))
+
+
+def _doctor(_: argparse.Namespace) -> int:
+    from kda_ops import doctor
+
+    findings = doctor.examine()
+    print(doctor.report(findings))
+    return doctor.status(findings)
+
+
+def _build(_: argparse.Namespace) -> int:
+    from kda_kernels._cpu import build
+
+    build.build_all()
     return 0
 
+
+def _explain(args: argparse.Namespace) -> int:
+    import kda_ops
+
+    module, _, name = args.target.partition(":")
+    if not name:
+        print(f"kda-ops explain: {args.target!r} is not of the form module:callable", file=sys.stderr)
+        return 2
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    model, inputs = getattr(importlib.import_module(module), name)()
+    print(kda_ops.explain(model, *inputs))
+    return 0
+
+
+_COMMANDS = {"demo": _demo, "doctor": _doctor, "build": _build, "explain": _explain}
 
 if __name__ == "__main__":
     raise SystemExit(main())
