@@ -1,0 +1,120 @@
+"""The torch library ``kda``: every operator defined, implemented and faked from its contract.
+
+Lives here: the one ``torch.library.Library``, a loop over the contracts, and the overload handles
+that public functions call. Not here: names for users (ops.py) and everything a launch does
+(kda_kernels.plan).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from kda_kernels.contract.schema import schema
+from kda_kernels.contract.spec import Operator, ScalarArg
+from kda_kernels.errors import ContractError
+from kda_kernels.plan import CONTRACTS, Launcher, launcher
+from torch import Tensor
+
+LIBRARY = torch.library.Library("kda", "DEF")  # noqa: TOR901
+"""The library that owns ``torch.ops.kda``."""
+
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_BACKENDS = ("CPU", "CUDA")
+
+
+def refuse_gradients(operator: Operator, arguments: tuple[Any, ...]) -> None:
+    """Raise one clear error where autograd would expect a gradient that does not exist.
+
+    Raises:
+        ContractError: grad mode is on and a tensor argument requires grad.
+    """
+    for argument, value in zip(operator.arguments, arguments, strict=False):
+        if isinstance(value, Tensor) and value.requires_grad:
+            rule = "a tensor without requires_grad (or the call under torch.no_grad())"
+            fact = "one that requires grad: the operator is for decoding and has no gradient"
+            raise ContractError(operator.name, argument.name, rule, fact)
+
+
+def _parameter(argument: Any) -> str:  # noqa: ANN401 - a declaration
+    """Write one parameter of an implementation's signature."""
+    if isinstance(argument, ScalarArg):
+        return f"{argument.name}={argument.default!r}"
+    return f"{argument.name}=None" if argument.optional and argument.keyword else argument.name
+
+
+def _implementation(operator: Operator, run: Launcher, *, out: bool) -> Callable[..., Any]:
+    """Write the straight-line function that the dispatcher calls for one overload.
+
+    The dispatcher leaves out arguments that equal their default and passes keyword-only ones by
+    name, so the function repeats the schema's signature and passes everything on by position.
+    """
+    arguments = operator.abi if out else operator.arguments
+    parameters = [_parameter(a) for a in arguments if not a.keyword]
+    keywords = [_parameter(a) for a in arguments if a.keyword]
+    names = [a.name for a in arguments]
+    if out:
+        keywords.append("output")
+        names.append("output")
+    passed = ", ".join(names)
+    source = (
+        f"def {operator.name}({', '.join([*parameters, '*', *keywords])}):\n"
+        f"    if grad_enabled():\n"
+        f"        refuse_gradients(operator, ({passed},))\n"
+        f"    return run({passed})\n"
+    )
+    namespace: dict[str, Any] = {
+        "grad_enabled": torch.is_grad_enabled,
+        "refuse_gradients": refuse_gradients,
+        "operator": operator,
+        "run": run.write if out else run.allocate,
+    }
+    exec(compile(source, f"<kda::{operator.name}>", "exec"), namespace)  # noqa: S102
+    function: Callable[..., Any] = namespace[operator.name]
+    return function
+
+
+def _fake(operator: Operator, run: Launcher, *, out: bool) -> Callable[..., Any]:
+    """Return the fake implementation: the validator and the output's metadata."""
+    arguments = operator.abi if out else operator.arguments
+    defaults = {a.name: a.default for a in arguments if isinstance(a, ScalarArg)}
+    positional = [a.name for a in arguments if not a.keyword]
+
+    def fake(*given: Any, **keywords: Any) -> Tensor | None:  # noqa: ANN401
+        values = {**defaults, **dict(zip(positional, given, strict=False)), **keywords}
+        ordered = tuple(values.get(a.name) for a in arguments)
+        if torch.is_grad_enabled():
+            refuse_gradients(operator, ordered)
+        if out:
+            run.facts(*ordered, output=values["output"])
+            return None
+        facts = run.facts(*ordered)
+        return torch.empty(facts.output_shape, dtype=facts.output_dtype, device=facts.device)
+
+    return fake
+
+
+def _register(operator: Operator) -> None:
+    """Define, implement and fake both overloads of one operator."""
+    run = launcher(operator.name)
+    for out in (False, True):
+        LIBRARY.define(schema(operator, out=out), tags=_TAGS)
+        name = f"{operator.name}.out" if out else operator.name
+        implementation = _implementation(operator, run, out=out)
+        for backend in _BACKENDS:
+            LIBRARY.impl(name, implementation, backend)
+        torch.library.register_fake(
+            f"kda::{name}", _fake(operator, run, out=out), lib=LIBRARY, allow_override=False
+        )
+
+
+for _contract in CONTRACTS:
+    _register(_contract)
+
+packed_decode = torch.ops.kda.packed_decode.default
+packed_decode_out = torch.ops.kda.packed_decode.out
+fused_decode = torch.ops.kda.fused_decode.default
+fused_decode_out = torch.ops.kda.fused_decode.out
+packed_fused_decode = torch.ops.kda.packed_fused_decode.default
+packed_fused_decode_out = torch.ops.kda.packed_fused_decode.out

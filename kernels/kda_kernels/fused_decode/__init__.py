@@ -1,0 +1,1 @@
+"""fused_decode: convolution, recurrence and gated norm of one token a row."""
