@@ -1,7 +1,7 @@
 """The command line, `kda-ops` or `python -m kda_ops`.
 
-Only the parsing lives here. Each command imports what it needs when it runs, so that `kda-ops doctor`
-works where half the machine is broken.
+Only the parsing lives here. Each command imports what it needs when it runs, so that
+`kda-ops doctor` works where half the machine is broken.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def _explain(args: argparse.Namespace) -> int:
 
     module, _, name = args.target.partition(":")
     if not name:
-        print(f"kda-ops explain: {args.target!r} is not of the form module:callable", file=sys.stderr)
+        print(f"kda-ops explain: {args.target!r} is not module:callable", file=sys.stderr)
         return 2
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

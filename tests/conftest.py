@@ -1,4 +1,4 @@
-"""What every test runs under: caches of its own, cores shared fairly, GPU tests skipped with a reason.
+"""What every test runs under: caches of its own, cores shared, GPU tests skipped with a reason.
 
 No inputs and no comparisons live here: those are in kda_kernels.testing, next to the contracts.
 """
@@ -64,7 +64,9 @@ def _writable(directory: Path) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that need more CUDA devices than there are, and say how many there are."""
     needed = {"gpu": 1, "multigpu": 2}
-    marked = [(item, n) for item in items for name, n in needed.items() if item.get_closest_marker(name)]
+    marked = [
+        (item, n) for item in items for name, n in needed.items() if item.get_closest_marker(name)
+    ]
     if not marked:
         return
     import torch
