@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from kda_kernels.contract.schema import schema
 from kda_kernels.contract.spec import Operator, ScalarArg
 from kda_kernels.errors import ContractError
 from kda_kernels.plan import CONTRACTS, Launcher, launcher
-from torch import Tensor
 
-LIBRARY = torch.library.Library("kda", "DEF")  # noqa: TOR901
+LIBRARY = torch.library.Library("kda", "DEF")
 """The library that owns ``torch.ops.kda``."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -70,7 +71,7 @@ def _implementation(operator: Operator, run: Launcher, *, out: bool) -> Callable
         "operator": operator,
         "run": run.write if out else run.allocate,
     }
-    exec(compile(source, f"<kda::{operator.name}>", "exec"), namespace)  # noqa: S102
+    exec(compile(source, f"<kda::{operator.name}>", "exec"), namespace)
     function: Callable[..., Any] = namespace[operator.name]
     return function
 

@@ -7,6 +7,7 @@ Backends are imported on the first miss, so importing this module builds and ini
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import warnings
@@ -79,8 +80,9 @@ class Launcher:
 
     def facts(self, *arguments: Any, output: Tensor | None = None) -> Facts:  # noqa: ANN401
         """Validate the contract's arguments and return the facts (used by fake implementations)."""
-        names = (argument.name for argument in self.operator.arguments)
-        return validate(self.operator, dict(zip(names, arguments, strict=False)), output)
+        names = [argument.name for argument in self.operator.arguments]
+        given = dict(zip(names, arguments, strict=False))
+        return validate(self.operator, dict.fromkeys(names) | given, output)
 
     def forget(self) -> None:
         """Drop every plan, so that the next call looks for its kernel again."""
@@ -131,9 +133,7 @@ def cpu_kernel(name: str) -> Kernel:
     try:
         kernel: Kernel = build.load(name)
     except build.CompilerMissing as missing:
-        warnings.warn(
-            f"kda::{name} runs as its slow PyTorch reference: {missing}", RuntimeWarning, stacklevel=2
-        )
+        _warn_once(f"KDA operators run as their slow PyTorch references: {missing}")
         return reference(name)
     return kernel
 
@@ -143,6 +143,12 @@ def reference(name: str) -> Kernel:
     module = importlib.import_module(f"kda_kernels.{name}.reference")
     kernel: Kernel = getattr(module, name)
     return kernel
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Warn the first time a message comes up."""
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _keep(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:

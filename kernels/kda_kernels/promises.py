@@ -6,6 +6,7 @@ anything that metadata tells (contract/check.py).
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +27,7 @@ def check(operator: Operator, arguments: tuple[Any, ...]) -> None:
     names = ["state_indices"]
     if "query_start_loc" in values:
         starts = values["query_start_loc"].tolist()
-        if starts[0] != 0 or any(a > b for a, b in zip(starts, starts[1:], strict=False)):
+        if starts[0] != 0 or any(a > b for a, b in itertools.pairwise(starts)):
             rule = "non-decreasing from 0"
             raise ContractError(operator.name, "query_start_loc", rule, f"{starts}")
         if values["state_indices"].shape[1] == 1 and values["t1_state_indices"] is not None:

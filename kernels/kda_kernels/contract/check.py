@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_kernels.contract.layout import lies_as, misalignment
 from kda_kernels.contract.spec import (
     ACTIVATION,
     Extent,
-    Layout,
     Operator,
     Output,
     Role,
@@ -27,7 +27,6 @@ from kda_kernels.contract.spec import (
 )
 from kda_kernels.errors import ContractError, DtypeError
 
-_ALIGNMENT = {Layout.SLOTS: 16, Layout.WINDOW: 8}
 _SCALAR_TYPES = {"float": (float, int), "int": (int,), "str": (str,), "dtype": (torch.dtype,)}
 
 
@@ -58,8 +57,8 @@ def validate(operator: Operator, values: dict[str, Any], output: Tensor | None =
         ContractError: a shape, stride, device, alignment or scalar is illegal.
         DtypeError: an argument has a dtype that the contract does not accept.
     """
-    for argument in operator.tensors:
-        _check_is_tensor(operator, argument, values[argument.name])
+    for tensor in operator.tensors:
+        _check_is_tensor(operator, tensor, values[tensor.name])
     dims = _bind(operator, values)
     first = operator.tensors[0]
     activation, device = values[first.name].dtype, values[first.name].device
@@ -87,7 +86,9 @@ def _check_is_tensor(operator: Operator, argument: TensorArg, value: object) -> 
     if not isinstance(value, Tensor):
         raise DtypeError(operator.name, argument.name, rule, type(value).__name__)
     if value.layout is not torch.strided:
-        raise ContractError(operator.name, argument.name, "a dense strided tensor", f"{value.layout}")
+        raise ContractError(
+            operator.name, argument.name, "a dense strided tensor", f"{value.layout}"
+        )
 
 
 def _bind(operator: Operator, values: dict[str, Any]) -> dict[str, Any]:
@@ -138,11 +139,13 @@ class _Check:
             raise DtypeError(self.operator.name, spec.name, "a tensor", type(tensor).__name__)
         if tuple(tensor.shape) != shape:
             rule = f"[{spec.shape}] = {_shape(shape)}"
-            self._refuse(spec.name, rule, _shape(tensor.shape), self._source((spec.extents,)))
+            raise self._illegal(
+                spec.name, rule, _shape(tensor.shape), self._source((spec.extents,))
+            )
         self._dtype_of(spec, tensor)
         self._device_of(spec.name, tensor)
         if not tensor.is_contiguous():
-            self._refuse(spec.name, spec.layout.value, f"strides {_shape(tensor.stride())}")
+            raise self._illegal(spec.name, spec.layout.value, f"strides {_shape(tensor.stride())}")
 
     def scalar(self, argument: ScalarArg, value: Any) -> None:  # noqa: ANN401
         """Check one scalar against its rule."""
@@ -156,25 +159,32 @@ class _Check:
         ):
             fact = f"{value!r} of type {type(value).__name__}"
             raise DtypeError(self.operator.name, argument.name, _rule(argument), fact)
-        legal = {
-            Rule.FINITE: lambda: math.isfinite(value),
-            Rule.NEGATIVE: lambda: math.isfinite(value) and value < 0,
-            Rule.NON_NEGATIVE: lambda: math.isfinite(value) and value >= 0,
-            Rule.FIRST_SLOT: lambda: value >= 0,
-            Rule.CHOICE: lambda: value in argument.choices,
-            Rule.OUTPUT_DTYPE: lambda: value in (self.activation, torch.float32),
-        }[rule]()
-        if not legal:
+        if not self._legal(argument, value):
             error = DtypeError if rule is Rule.OUTPUT_DTYPE else ContractError
             raise error(self.operator.name, argument.name, _rule(argument), f"{value!r}")
+
+    def _legal(self, argument: ScalarArg, value: Any) -> bool:  # noqa: ANN401
+        """Tell whether a scalar of the right type obeys its rule."""
+        if argument.rule is Rule.CHOICE:
+            return value in argument.choices
+        if argument.rule is Rule.OUTPUT_DTYPE:
+            return value in (self.activation, torch.float32)
+        if argument.rule is Rule.FIRST_SLOT:
+            return bool(value >= 0)
+        if not math.isfinite(value):
+            return False
+        if argument.rule is Rule.NEGATIVE:
+            return bool(value < 0)
+        return argument.rule is Rule.FINITE or bool(value >= 0)
 
     def rows_fit(self, values: dict[str, Any]) -> None:
         """Without indices row i uses slot i, so there must be a slot for every row."""
         if not self.operator.rows_need_slots or values["state_indices"] is not None:
             return
-        if self.dims["B"] > self.dims["S"]:
-            rule = f"a tensor when there are more rows than slots ({self.dims['B']} > {self.dims['S']})"
-            self._refuse("state_indices", rule, "None", self._source((("B", "S"),)))
+        rows, slots = self.dims["B"], self.dims["S"]
+        if rows > slots:
+            rule = f"a tensor when there are more rows than slots ({rows} > {slots})"
+            raise self._illegal("state_indices", rule, "None", self._source((("B", "S"),)))
 
     def _shape_of(self, argument: TensorArg, tensor: Tensor) -> tuple[Extent, ...]:
         """Return the spelling of the shape that the tensor has."""
@@ -182,7 +192,7 @@ class _Check:
             count = argument.extents[0][0].value(self.dims)
             if tensor.numel() != count:
                 rule = f"any shape of {argument.shapes[0]} = {count} elements"
-                self._refuse(
+                raise self._illegal(
                     argument.name, rule, _shape(tensor.shape), self._source(argument.extents)
                 )
             return argument.extents[0]
@@ -194,14 +204,17 @@ class _Check:
             f"[{text}] = {_shape(shape)}"
             for text, shape in zip(argument.shapes, wanted, strict=True)
         )
-        self._refuse(argument.name, rule, _shape(tensor.shape), self._source(argument.extents))
+        raise self._illegal(
+            argument.name, rule, _shape(tensor.shape), self._source(argument.extents)
+        )
 
     def _dtype_of(self, argument: TensorArg | Output, tensor: Tensor) -> None:
         """Check the dtype against the accepted ones."""
         shared = _name(self.activation)
         first = self.operator.tensors[0].name
+        accepted: tuple[str, ...]
         if argument.name == first:
-            accepted, source = ACTIVATION, ""
+            accepted, source = tuple(ACTIVATION), ""
         else:
             accepted = tuple(
                 dict.fromkeys(shared if d == "activation" else d for d in argument.dtypes)
@@ -209,62 +222,24 @@ class _Check:
             source = f"activation type from {first}" if "activation" in argument.dtypes else ""
         if _name(tensor.dtype) not in accepted:
             rule = " or ".join(accepted)
-            raise DtypeError(
-                self.operator.name, argument.name, rule, _name(tensor.dtype), source
-            )
+            raise DtypeError(self.operator.name, argument.name, rule, _name(tensor.dtype), source)
 
     def _device_of(self, name: str, tensor: Tensor) -> None:
         """All tensors of a call live on one device."""
         if tensor.device != self.device:
             source = f"from {self.operator.tensors[0].name}"
-            self._refuse(name, f"on {self.device}", f"{tensor.device}", source)
+            raise self._illegal(name, f"on {self.device}", f"{tensor.device}", source)
 
-    def _layout_of(
-        self, argument: TensorArg, tensor: Tensor, extents: tuple[Extent, ...]
-    ) -> None:
+    def _layout_of(self, argument: TensorArg, tensor: Tensor, extents: tuple[Extent, ...]) -> None:
         """Check strides and alignment against the layout's word."""
-        layout = argument.layout
-        if layout is Layout.STRIDED:
-            return
-        if layout is Layout.COMPACT:
-            legal = tensor.is_contiguous()
-        elif layout is Layout.TAPS:
-            channels = tensor.shape[2]
-            legal = _strides(tensor, (4 * channels, channels, 1)) or _strides(
-                tensor, (4 * channels, 1, 4)
-            )
-        elif layout is Layout.WINDOW:
-            slot = tensor.stride(0)
-            channels, columns = tensor.shape[1], tensor.shape[2]
-            legal = _strides(tensor, (slot, 1, channels)) or _strides(tensor, (slot, columns, 1))
-            legal = legal and self._outer(tensor, 0, channels * columns)
-        else:
-            row = next(i for i, e in enumerate(extents) if e.symbol in ("B", "R", "S"))
-            inner = _compact(tensor.shape[row + 1 :])
-            legal = _strides(tensor, (*tensor.stride()[: row + 1], *inner))
-            if layout is not Layout.READ_ROWS:
-                extent = math.prod(tensor.shape[row + 1 :])
-                legal = legal and self._outer(tensor, row, extent)
-        if not legal:
+        rule = argument.layout.value
+        if not lies_as(argument.layout, tensor, extents):
             fact = f"strides {_shape(tensor.stride())} for shape {_shape(tensor.shape)}"
-            self._refuse(argument.name, layout.value, fact)
+            raise self._illegal(argument.name, rule, fact)
         if argument.role is Role.UPDATE:
-            self._aligned(argument, tensor)
-
-    @staticmethod
-    def _outer(tensor: Tensor, axis: int, extent: Any) -> bool:  # noqa: ANN401
-        """Rows or slots along ``axis`` do not overlap."""
-        return bool(tensor.shape[axis] <= 1 or tensor.stride(axis) >= extent)
-
-    def _aligned(self, argument: TensorArg, tensor: Tensor) -> None:
-        """Every slot starts at a multiple of the layout's alignment."""
-        unit = _ALIGNMENT[argument.layout]
-        if tensor.shape[0] > 1 and (tensor.stride(0) * tensor.element_size()) % unit != 0:
-            fact = f"a slot stride of {tensor.stride(0)} elements of {tensor.element_size()} bytes"
-            self._refuse(argument.name, argument.layout.value, fact)
-        if _has_storage(tensor) and tensor.data_ptr() % unit != 0:
-            fact = f"a pool that starts {tensor.data_ptr() % unit} bytes past a multiple of {unit}"
-            self._refuse(argument.name, argument.layout.value, fact)
+            fact = misalignment(argument.layout, tensor)
+            if fact:
+                raise self._illegal(argument.name, rule, fact)
 
     def _source(self, spellings: tuple[tuple[Extent | str, ...], ...]) -> str:
         """Say which argument fixed each symbol of a shape."""
@@ -275,9 +250,9 @@ class _Check:
             if symbol in symbols
         )
 
-    def _refuse(self, name: str, rule: str, fact: str, source: str = "") -> Any:  # noqa: ANN401
-        """Raise the contract's error."""
-        raise ContractError(self.operator.name, name, rule, fact, source)
+    def _illegal(self, name: str, rule: str, fact: str, source: str = "") -> ContractError:
+        """Return the contract's error."""
+        return ContractError(self.operator.name, name, rule, fact, source)
 
 
 def _rule(argument: ScalarArg) -> str:
@@ -295,25 +270,3 @@ def _shape(sizes: Any) -> str:  # noqa: ANN401
 def _name(dtype: torch.dtype) -> str:
     """Return a dtype's name without the package."""
     return str(dtype).removeprefix("torch.")
-
-
-def _compact(sizes: Any) -> tuple[Any, ...]:  # noqa: ANN401
-    """Return the strides of a contiguous tensor of these sizes."""
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step = step * size
-    return tuple(reversed(strides))
-
-
-def _strides(tensor: Tensor, wanted: tuple[Any, ...]) -> bool:
-    """Compare strides, where an axis of one element has none that matters."""
-    return all(
-        size <= 1 or have == want
-        for size, have, want in zip(tensor.shape, tensor.stride(), wanted, strict=True)
-    )
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    """Tell whether a tensor has an address (fake and meta tensors have none)."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type != "meta"

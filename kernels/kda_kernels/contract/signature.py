@@ -24,7 +24,9 @@ def key_expression(argument: TensorArg, name: str) -> str:
 
 def signature_source(operator: Operator, *, out: bool) -> str:
     """Return the source of ``signature(*arguments[, output])``."""
-    names = [argument.name for argument in operator.arguments if not out or argument in operator.abi]
+    names = [
+        argument.name for argument in operator.arguments if not out or argument in operator.abi
+    ]
     parts = [
         key_expression(argument, argument.name)
         if isinstance(argument, TensorArg)
@@ -47,6 +49,6 @@ def signature_function(operator: Operator, *, out: bool) -> Callable[..., Hashab
     """
     namespace: dict[str, Any] = {}
     source = signature_source(operator, out=out)
-    exec(compile(source, f"<kda signature of {operator.name}>", "exec"), namespace)  # noqa: S102
+    exec(compile(source, f"<kda signature of {operator.name}>", "exec"), namespace)
     function: Callable[..., Hashable] = namespace["signature"]
     return function

@@ -8,7 +8,7 @@ activation type happen where the contract says, whatever the arithmetic.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from kda_kernels.packed_decode.reference import HEAD_DIM, decay, live_slots, recur

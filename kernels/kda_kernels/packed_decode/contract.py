@@ -56,4 +56,3 @@ CONTRACT = Operator(
     rows="B",
 )
 """The contract of ``kda::packed_decode``."""
-

@@ -1,4 +1,4 @@
-"""packed_decode in eager PyTorch, written to be read: the mathematics of the contract, line by line.
+"""packed_decode in eager PyTorch, written to be read: the contract's mathematics, line by line.
 
 Lives here: the recurrence of one token (gate, beta, delta rule) and the rule that says which rows
 are live; the other references build on them. Not here: anything fast. ``dtype`` selects the
@@ -8,7 +8,7 @@ arithmetic: float32 as the kernels compute, float64 to measure their error.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 HEAD_DIM = 128
@@ -99,9 +99,7 @@ def packed_decode(
     if live.numel() == 0:
         return
     qkv = mixed_qkv[live].to(dtype).view(-1, 3, heads, HEAD_DIM)
-    d = decay(
-        raw_gate.reshape(rows, heads, HEAD_DIM)[live], A_log, dt_bias, lower_bound, dtype
-    )
+    d = decay(raw_gate.reshape(rows, heads, HEAD_DIM)[live], A_log, dt_bias, lower_bound, dtype)
     beta = torch.sigmoid(raw_beta.reshape(rows, heads)[live].to(dtype))
     S = state[slot[live]].to(dtype)
     o, S = recur(qkv, d, beta, S if state_layout == "vk" else S.mT, scale)
