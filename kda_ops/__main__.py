@@ -80,7 +80,13 @@ def _doctor(_: argparse.Namespace) -> int:
 def _build(_: argparse.Namespace) -> int:
     from kda_kernels._cpu import build
 
-    build.build_all()
+    try:
+        kernels = build.build_all()
+    except build.CompilerMissing as missing:
+        print(f"kda-ops build: {missing}", file=sys.stderr)
+        return 1
+    for kernel in kernels:
+        print(f"{'built' if kernel.built else 'found'}  {kernel.operator}  {kernel.path}")
     return 0
 
 
