@@ -1,0 +1,85 @@
+"""The three operators and the three ways of running them, as fixtures.
+
+A test that takes ``operator`` and ``run`` states its property for every operator, on the
+reference, on the compiled CPU kernel and through the registered torch operator.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kda_ops  # noqa: F401 - registers torch.ops.kda
+from kda_kernels.contract.spec import Operator
+from kda_kernels.plan import CONTRACTS, cpu_kernel, reference
+from kda_kernels.testing.cases import Case, draw, output_of
+
+SIZES = {"B": 3, "R": 6, "N": 2, "T": 3, "H": 2, "S": 9, "L": 4}
+
+Values = dict[str, Any]
+
+
+def _by_reference(operator: Operator, values: Values, output: Tensor) -> None:
+    reference(operator.name)(*[values[a.name] for a in operator.abi], output)
+
+
+def _by_kernel(operator: Operator, values: Values, output: Tensor) -> None:
+    cpu_kernel(operator.name)(*[values[a.name] for a in operator.abi], output)
+
+
+def _by_operator(operator: Operator, values: Values, output: Tensor) -> None:
+    positional = [values[a.name] for a in operator.abi if not a.keyword]
+    keywords = {a.name: values[a.name] for a in operator.abi if a.keyword}
+    getattr(torch.ops.kda, operator.name).out(*positional, **keywords, output=output)
+
+
+def _runner(name: str) -> Callable[..., Tensor]:
+    def run(operator: Operator, values: Values, dtype: torch.dtype | None = None) -> Tensor:
+        output = output_of(operator, values, dtype)
+        _BACKENDS[name](operator, values, output)
+        return output
+
+    return run
+
+
+_BACKENDS = {"reference": _by_reference, "kernel": _by_kernel, "operator": _by_operator}
+
+
+@pytest.fixture(params=CONTRACTS, ids=lambda contract: contract.name)
+def operator(request: pytest.FixtureRequest) -> Operator:
+    """Every operator's contract."""
+    return request.param
+
+
+@pytest.fixture(params=[c for c in CONTRACTS if c.name != "packed_decode"], ids=lambda c: c.name)
+def fused(request: pytest.FixtureRequest) -> Operator:
+    """The contracts of the operators with a convolution and a norm."""
+    return request.param
+
+
+@pytest.fixture(params=_BACKENDS)
+def run(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
+    """Run a call in place on its pools; return the output, which was full of NaN before."""
+    return _runner(request.param)
+
+
+@pytest.fixture
+def runners() -> dict[str, Callable[..., Tensor]]:
+    """All three ways of running a call by name, for tests that compare them."""
+    return {name: _runner(name) for name in _BACKENDS}
+
+
+@pytest.fixture
+def call() -> Callable[..., Values]:
+    """Draw a small call: sizes in capitals, fields of Case, scalars of the operator by name."""
+
+    def call(operator: Operator, **changes: Any) -> Values:
+        sizes = SIZES | {k: changes.pop(k) for k in list(changes) if k in SIZES}
+        known = {a.name for a in operator.scalars}
+        given = {k: changes.pop(k) for k in list(changes) if k in known}
+        return draw(operator, replace(Case(sizes=sizes, scalars=given), **changes))
+
+    return call
