@@ -212,9 +212,7 @@ def test_fused_decode_reference_is_the_mathematics(call, lower_bound, state_layo
 @GATES
 @LAYOUTS
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
-def test_packed_fused_decode_reference_is_the_mathematics(
-    call, lower_bound, state_layout, tokens
-):
+def test_packed_fused_decode_reference_is_the_mathematics(call, lower_bound, state_layout, tokens):
     values = call(
         SPECULATIVE,
         N=4,

@@ -44,10 +44,11 @@ def footprint(operator: Operator, values: dict[str, Any]) -> Footprint:
     if "query_start_loc" in values:
         for start, length, indices, source in _sequences(values):
             line = [live_slot(index, slots, first_slot) for index in indices]
-            if length <= 0 or line[0] is None or line[source] is None:
+            window, state = line[0], line[source]
+            if length <= 0 or window is None or state is None:
                 continue
-            found.window_slots.append(line[0])
-            found.source_slots.append(line[source])
+            found.window_slots.append(window)
+            found.source_slots.append(state)
             found.read_rows.extend(range(start, start + length))
             for t, slot in enumerate(line[:length]):
                 if slot is not None:
