@@ -87,16 +87,15 @@ def test_importing_builds_nothing_and_wakes_neither_cutlass_nor_cuda(tmp_path):
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("error", ["ImportError", "AttributeError", "RuntimeError"])
-def test_a_broken_cute_dsl_changes_nothing_on_cpu(error, here, tmp_path):
+def test_the_cpu_needs_no_driver_and_never_touches_a_broken_cute_dsl(here, tmp_path):
+    touched = tmp_path / "touched"
     (tmp_path / "cutlass").mkdir()
-    (tmp_path / "cutlass" / "__init__.py").write_text(f"raise {error}('broken on purpose')\n")
-    assert run(CALLS, PYTHONPATH=str(tmp_path)) == here
-
-
-def test_a_machine_without_driver_or_visible_device_serves_the_cpu(here, tmp_path):
-    facts = run(CALLS, CUDA_VISIBLE_DEVICES="", LD_LIBRARY_PATH=str(tmp_path))
-    assert facts == here
+    # Whatever error a broken installation raises, it is not met: nothing imports it.
+    stub = f"open({str(touched)!r}, 'w').close()\nraise RuntimeError('broken on purpose')\n"
+    (tmp_path / "cutlass" / "__init__.py").write_text(stub)
+    bare = {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "", "LD_LIBRARY_PATH": ""}
+    assert run(CALLS, **bare) == here
+    assert not touched.exists()
 
 
 def test_without_a_compiler_the_reference_serves_with_one_warning(here, tmp_path):
