@@ -1,6 +1,7 @@
 """What an installation contains: the wheel's files and entry points, the editable install's too."""
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -50,6 +51,25 @@ def test_the_wheel_installs_the_command_and_the_compile_backend(wheel):
     text = wheel.read(name).decode()
     assert "kda-ops = kda_ops.__main__:main" in text
     assert "kda = kda_ops.passes.backend:kda" in text
+
+
+def test_an_unpacked_wheel_runs_the_compiled_kernel_from_its_own_files(wheel, tmp_path):
+    wheel.extractall(tmp_path)
+    code = (
+        "import kda_ops, kda_kernels; from kda_kernels._cpu import build;"
+        "build.load('packed_decode'); print(kda_ops.__file__, kda_kernels.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(Path(file).is_relative_to(tmp_path) for file in done.stdout.split())
 
 
 def test_torch_finds_the_backend_of_the_installed_project():
