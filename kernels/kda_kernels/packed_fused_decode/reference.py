@@ -70,8 +70,9 @@ def packed_fused_decode(
     """
     rows, (slots, heads), tokens = x.shape[0], state.shape[:2], state_indices.shape[1]
     per_head = (rows, heads, HEAD_DIM)
-    d = decay(raw_gate.reshape(per_head), A_log, dt_bias, lower_bound, dtype)
-    beta = torch.sigmoid(raw_beta.reshape(rows, heads).to(dtype))
+    # Contiguous first: torch's exp differs in the last bit between vectors and strided elements.
+    d = decay(raw_gate.reshape(per_head).contiguous(), A_log, dt_bias, lower_bound, dtype)
+    beta = torch.sigmoid(raw_beta.reshape(rows, heads).contiguous().to(dtype))
     gate = output_gate.reshape(per_head)
     accepted = (num_accepted_tokens.clamp(1, tokens) - 1).tolist()
     output.zero_()
