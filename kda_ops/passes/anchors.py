@@ -1,0 +1,255 @@
+"""Places where a graph reads and writes one state: where a delta-rule step may be.
+
+Lives here: finding the pair "state read ... state written" of one graph input, indexed or dense,
+and the rules about who else may touch the pool. Not here: what happens in between (delta_rule.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from kda_ops.passes.reasons import Reason, RefusalError
+from kda_ops.passes.terms import CASTS, is_exact_cast, is_view
+
+aten = torch.ops.aten
+functionalized = torch.ops.higher_order.auto_functionalized_v2
+
+VIEWS_OF_POOL = frozenset(
+    {
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.as_strided.default,
+        aten.reshape.default,
+        aten.view.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.alias.default,
+    }
+)
+WRITES = frozenset({aten.index_put.default, aten.copy_.default})
+
+
+@dataclass
+class Anchor:
+    """One state and its update.
+
+    ``pool`` is the state before the step, ``write`` the functional index_put (or, for a dense
+    state, the copy_ of the epilogue), ``value`` what is written, ``index`` the slots' node or None,
+    ``reads`` the nodes that hold the rows' state before the step, ``back`` the epilogue's copy_.
+    """
+
+    pool: Node
+    write: Node
+    value: Node
+    index: Node | None
+    reads: list[Node]
+    back: Node
+    casts: list[Node] = field(default_factory=list)
+
+
+def candidates(graph: Graph) -> Iterator[Node]:
+    """Yield the writes whose value is computed from a gather of, or from, what they overwrite."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in WRITES:
+            continue
+        pool, value = node.args[0], written(node)
+        if not isinstance(value, Node) or value.target in {operator.getitem, *WRITES}:
+            continue
+        if not state_like(value) or not state_like(pool):
+            continue
+        if node.target is aten.copy_.default and value.target in VIEWS_OF_POOL:
+            continue
+        flow = flows(sources_of(pool))
+        if value in flow and contracts(value, flow):
+            yield node
+
+
+def written(node: Node) -> object:
+    """Return the value argument of a write."""
+    return node.args[2] if node.target is aten.index_put.default else node.args[1]
+
+
+def state_like(node: object) -> bool:
+    """Whether a value has matrices in its last two dimensions, as a state has."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor) or value.dim() < 3 or not value.is_floating_point():
+        return False
+    rows, columns = value.shape[-2:]
+    return bool(rows == columns) and (not isinstance(rows, int) or rows >= 16)
+
+
+def sources_of(pool: Node) -> list[Node]:
+    """Return the pool and, below views of it, what it is a view of."""
+    nodes = [pool]
+    while nodes[-1].target in VIEWS_OF_POOL and isinstance(nodes[-1].args[0], Node):
+        nodes.append(nodes[-1].args[0])
+    return nodes
+
+
+def flows(starts: list[Node]) -> set[Node]:
+    """Return every node that a value flows into, epilogues excepted."""
+    reached: set[Node] = set()
+    pending = list(starts)
+    while pending:
+        for user in pending.pop().users:
+            if user not in reached and user.target is not aten.copy_.default:
+                reached.add(user)
+                pending.append(user)
+    return reached
+
+
+def contracts(value: Node, flow: set[Node]) -> bool:
+    """Whether a sum or a matrix product of the state is on the way to a value."""
+    sums = {aten.sum.dim_IntList, aten.bmm.default, aten.mm.default, aten.baddbmm.default}
+    pending, seen = [value], {value}
+    while pending:
+        node = pending.pop()
+        if node.target in sums:
+            return True
+        for source in node.all_input_nodes:
+            if source in flow and source not in seen:
+                seen.add(source)
+                pending.append(source)
+    return False
+
+
+def anchor(write: Node) -> Anchor:
+    """Describe the state around a write, or say why the pool may not be worked on in place."""
+    pool, value = write.args[0], written(write)
+    check_form(write, pool)  # type: ignore[arg-type]
+    dense = write.target is aten.copy_.default
+    back = write if dense else write_back(write)
+    if dense:
+        index, reads, casts = None, [pool], []
+    else:
+        index = slot_index(write)
+        reads, casts = gathers(pool, index, write)  # type: ignore[arg-type]
+    found = Anchor(pool, write, value, index, reads, back, casts)  # type: ignore[arg-type]
+    check_users(found)
+    return found
+
+
+def check_form(write: Node, pool: Node) -> None:
+    """Refuse states that are not inputs of the graph or have another form than the operator's."""
+    root = pool_root(pool)
+    if root.op not in {"placeholder", "get_attr"}:
+        reason = Reason.STATE_IS_VIEW if root.target in VIEWS_OF_POOL else Reason.STATE_NOT_INPUT
+        raise RefusalError(reason, root)
+    value = pool.meta["val"]
+    if value.dim() != 4:
+        raise RefusalError(Reason.STATE_SHAPE, pool, f"it has {value.dim()} dimensions")
+    if not all(isinstance(s, int) for s in value.shape[1:]):
+        raise RefusalError(Reason.DYNAMIC_SHAPE, pool, f"shape {tuple(value.shape)}")
+    if tuple(value.shape[2:]) != (128, 128):
+        raise RefusalError(Reason.HEAD_WIDTH, pool, f"shape {tuple(value.shape)}")
+    if value.dtype not in {torch.float32, torch.bfloat16}:
+        raise RefusalError(Reason.STATE_DTYPE, pool, str(value.dtype))
+    if write.target is aten.index_put.default and len(write.args) > 3 and write.args[3]:
+        raise RefusalError(Reason.ACCUMULATES, write)
+
+
+def pool_root(pool: Node) -> Node:
+    """Return the input behind a pool that our own operators have already been put on."""
+    while pool.target is operator.getitem and pool.args[0].target is functionalized:  # type: ignore[union-attr]
+        pool = pool.args[0].kwargs["_all_bases"][0]  # type: ignore[union-attr, index, assignment]
+    return pool
+
+
+def before(node: Node) -> Node | None:
+    """Return the pool that a written pool was made from."""
+    if node.target is aten.index_put.default:
+        return node.args[0]  # type: ignore[return-value]
+    if node.target is operator.getitem and node.args[0].target is functionalized:  # type: ignore[union-attr]
+        return node.args[0].kwargs["_all_bases"][0]  # type: ignore[union-attr, index, return-value]
+    return None
+
+
+def write_back(write: Node) -> Node:
+    """Return the epilogue's copy_ that stores a written pool, possibly after later writes."""
+    root = pool_root(write.args[0])  # type: ignore[arg-type]
+    for user in root.users:
+        if user.target is not aten.copy_.default or user.args[0] is not root:
+            continue
+        stored: Node | None = user.args[1]  # type: ignore[assignment]
+        while stored is not None and stored is not write:
+            stored = before(stored)
+        if stored is write:
+            return user
+    raise RefusalError(Reason.STATE_NOT_WRITTEN_BACK, write)
+
+
+def slot_index(write: Node) -> Node:
+    """Return the one index tensor of a write over the first dimension."""
+    indices = write.args[1]
+    index = indices[0] if len(indices) == 1 else None  # type: ignore[index, arg-type]
+    if not isinstance(index, Node):
+        raise RefusalError(Reason.INDEX_FORM, write, "not one index over the first dimension")
+    value = index.meta["val"]
+    if value.dim() != 1 or value.dtype not in {torch.int32, torch.int64}:
+        raise RefusalError(Reason.INDEX_FORM, index, f"{value.dtype} with {value.dim()} dimensions")
+    return index
+
+
+def plain_index(index: object) -> object:
+    """Return an index below exact integer casts."""
+    while isinstance(index, Node) and index.target in CASTS and is_exact_cast(index):
+        index = index.args[0]
+    return index
+
+
+def gathers(pool: Node, index: Node, write: Node) -> tuple[list[Node], list[Node]]:
+    """Return the gathers of a pool, and the casts of the whole pool that some of them read."""
+    casts = [u for u in pool.users if u.target in CASTS and is_exact_cast(u)]
+    reads = [u for s in (pool, *casts) for u in s.users if u.target is aten.index.Tensor]
+    matching = []
+    for read in reads:
+        indices = read.args[1]
+        if len(indices) != 1 or read.args[0] not in (pool, *casts):  # type: ignore[arg-type]
+            raise RefusalError(Reason.INDEX_FORM, read)
+        if plain_index(indices[0]) is plain_index(index):  # type: ignore[index]
+            matching.append(read)
+    if not matching:
+        raise RefusalError(Reason.INDEX_MISMATCH, write, f"written at {index.name}")
+    return matching, casts
+
+
+def check_users(found: Anchor) -> None:
+    """Refuse a pool that anything but the step and its write-back touches."""
+    for source in (found.pool, *found.casts):
+        own = {*found.reads, *found.casts, found.write, found.back}
+        for user in source.users:
+            if user not in own and not (source is found.pool and is_operand(user, found)):
+                raise outsider(user)
+    if found.write is found.back:
+        return
+    users = list(found.write.users)
+    continued = any(u.target is aten.index_put.default and u.args[0] is found.write for u in users)
+    for user in users:
+        later = user.target is aten.index_put.default and user.args[0] is found.write
+        later = later or (continued and user.target is aten.index.Tensor)
+        if user is not found.back and not later:
+            raise outsider(user)
+
+
+def is_operand(user: Node, found: Anchor) -> bool:
+    """Whether a user of a dense state computes the step with it (checked again by the matcher)."""
+    return found.index is None and user.target not in {aten.clone.default, aten.copy_.default}
+
+
+def outsider(user: Node) -> RefusalError:
+    """Name what another user of a pool does with it."""
+    if user.target in {aten.clone.default, aten.copy_.default}:
+        return RefusalError(Reason.STATE_SNAPSHOT, user)
+    if user.target is aten.index.Tensor:
+        return RefusalError(Reason.STATE_READ_ELSEWHERE, user, "gathered again")
+    if user.target in VIEWS_OF_POOL or (user.op == "call_function" and is_view(user)):
+        return RefusalError(Reason.STATE_ALIASED, user)
+    return RefusalError(Reason.STATE_READ_ELSEWHERE, user)

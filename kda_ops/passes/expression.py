@@ -1,0 +1,218 @@
+"""Reads a region of a graph as algebra: what its values are, element by element.
+
+Lives here: which operation means which sum or product, in float32 and nothing less. Not here:
+views (terms.py), and what the result should look like (delta_rule.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from kda_ops.passes.affine import ZERO, Index
+from kda_ops.passes.algebra import (
+    ONE,
+    Polynomial,
+    Product,
+    State,
+    Value,
+    add,
+    has_state,
+    multiply,
+    power,
+    product,
+    sum_over,
+    times,
+)
+from kda_ops.passes.reasons import Reason, RefusalError
+from kda_ops.passes.terms import CASTS, Term, Window
+
+aten = torch.ops.aten
+
+SUMS = frozenset({aten.sum.dim_IntList})
+ADDS = {
+    aten.add.Tensor: 1.0,
+    aten.add.Scalar: 1.0,
+    aten.sub.Tensor: -1.0,
+    aten.sub.Scalar: -1.0,
+}
+PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
+ROOTS = {aten.sqrt.default: 0.5, aten.rsqrt.default: -0.5}
+
+
+@dataclass
+class Reader:
+    """Turns nodes into polynomials in one state.
+
+    ``reads`` maps a node that holds the state before the step to the function from its index to
+    the state's index; ``dependents`` are all nodes that the state flows into; ``stops`` are nodes
+    whose values are taken as they are although they are products.
+    """
+
+    window: Window
+    reads: dict[Node, Callable[[Index], Index]]
+    dependents: set[Node]
+    stops: set[Node] = field(default_factory=set)
+    whole: dict[Product, Term] = field(default_factory=dict)
+    _known: dict[tuple[Node, Index], Polynomial] = field(default_factory=dict)
+
+    def polynomial(self, operand: Any, index: Index) -> Polynomial:
+        """Read an element of an operand (a node or a number)."""
+        if not isinstance(operand, Node):
+            return number(operand)
+        term = self.window.resolve(operand, self.window.broadcast(operand, index))
+        key = (term.node, term.index)
+        if key not in self._known:
+            self._known[key] = self._read(term)
+        return self._known[key]
+
+    def _read(self, term: Term) -> Polynomial:
+        node, index = term.node, term.index
+        if node in self.reads:
+            return {frozenset({(State(self.reads[node](index)), 1.0)}): 1.0}
+        if node not in self.dependents:
+            coefficient, factors = self.factors(node, index)
+            return {factors: coefficient}
+        if node.meta["val"].dtype is not torch.float32 or node.target in CASTS:
+            fact = f"{node.name} is {str(node.meta['val'].dtype).removeprefix('torch.')}"
+            raise RefusalError(Reason.ROUNDING, node, fact)
+        return self._combined(node, index)
+
+    def _combined(self, node: Node, index: Index) -> Polynomial:
+        """Read an element that the state flows into."""
+        target, args = node.target, node.args
+        if target in ADDS:
+            alpha = ADDS[target] * float(node.kwargs.get("alpha", 1.0))  # type: ignore[index, arg-type]
+            left, right = (self.polynomial(a, index) for a in args[:2])
+            return add(left, right, alpha)
+        if target in PRODUCTS:
+            return self._product(node, *(self.polynomial(a, index) for a in args[:2]))
+        if target in QUOTIENTS:
+            return self._quotient(node, index)
+        if target is aten.neg.default:
+            return add({}, self.polynomial(args[0], index), -1.0)
+        if target is aten.addcmul.default:
+            value = float(node.kwargs.get("value", 1.0))  # type: ignore[arg-type]
+            extra = self._product(node, *(self.polynomial(a, index) for a in args[1:3]))
+            return add(self.polynomial(args[0], index), extra, value)
+        if target in SUMS:
+            return self._sum(node, index)
+        if target in {aten.bmm.default, aten.mm.default}:
+            return self._matmul(node, args[0], args[1], index)
+        if target is aten.baddbmm.default:
+            beta, alpha = (float(node.kwargs.get(n, 1.0)) for n in ("beta", "alpha"))  # type: ignore[arg-type]
+            base = add({}, self.polynomial(args[0], index), beta)
+            return add(base, self._matmul(node, args[1], args[2], index), alpha)
+        if target is aten.where.self:
+            raise RefusalError(Reason.MASKED_ROWS, node)
+        raise RefusalError(Reason.NOT_UNDERSTOOD, node, f"{node.target}")
+
+    def _product(self, node: Node, left: Polynomial, right: Polynomial) -> Polynomial:
+        if any(map(has_state, left)) and any(map(has_state, right)):
+            raise RefusalError(Reason.NOT_DELTA_RULE, node, "a product of the state with itself")
+        return multiply(left, right)
+
+    def _quotient(self, node: Node, index: Index) -> Polynomial:
+        above, below = (self.polynomial(a, index) for a in node.args[:2])
+        if len(below) != 1 or any(map(has_state, below)):
+            raise RefusalError(Reason.NOT_UNDERSTOOD, node, "a quotient by the state or a sum")
+        ((factors, coefficient),) = below.items()
+        return multiply(above, {power(factors, -1.0): 1.0 / coefficient})
+
+    def _sum(self, node: Node, index: Index) -> Polynomial:
+        source = node.args[0]
+        terms_index, summed = summed_index(self.window, node, index)
+        terms = self.polynomial(source, terms_index)
+        for name, size in summed:
+            terms = sum_over(terms, name, size)
+        return terms
+
+    def _matmul(self, node: Node, left: Any, right: Any, index: Index) -> Polynomial:
+        size = self.window.shape(left)[-1]
+        name, entry = self.window.fresh(size)
+        a = self.polynomial(left, (*index[:-1], entry))
+        b = self.polynomial(right, (*index[:-2], entry, index[-1]))
+        terms = self._product(node, a, b)
+        return sum_over(terms, name, size) if size > 1 else terms
+
+    def factors(self, operand: Any, index: Index) -> tuple[float, Product]:
+        """Read an element that the state does not flow into, as a constant and a product.
+
+        Products are taken apart down to ``stops``; ``whole`` remembers which node a product is the
+        value of, so that an argument that happens to be a product is found again.
+        """
+        if not isinstance(operand, Node):
+            return float(operand), ONE
+        term = self.window.resolve(operand, self.window.broadcast(operand, index))
+        coefficient, factors = self._taken_apart(term)
+        if coefficient == 1.0:
+            self.whole.setdefault(factors, term)
+        return coefficient, factors
+
+    def _taken_apart(self, term: Term) -> tuple[float, Product]:
+        node, index = term.node, term.index
+        itself: Product = frozenset({(Value(node, index), 1.0)})
+        if node in self.stops or node.op != "call_function":
+            return 1.0, itself
+        if node.meta["val"].dtype is not torch.float32:
+            return 1.0, itself
+        target, args = node.target, node.args
+        if target is aten.full.default and isinstance(args[1], int | float):
+            return float(args[1]), ONE
+        if target in PRODUCTS:
+            (x, a), (y, b) = (self.factors(arg, index) for arg in args[:2])
+            return x * y, times(a, b)
+        if target in QUOTIENTS and not node.kwargs:
+            (x, a), (y, b) = (self.factors(arg, index) for arg in args[:2])
+            return (x / y, times(a, power(b, -1.0))) if y else (1.0, itself)
+        if target is aten.neg.default:
+            x, a = self.factors(args[0], index)
+            return -x, a
+        if target is aten.reciprocal.default:
+            x, a = self.factors(args[0], index)
+            return (1.0 / x, power(a, -1.0)) if x else (1.0, itself)
+        if target is aten.pow.Tensor_Scalar and isinstance(args[1], int | float):
+            return self._power(args[0], index, float(args[1]))
+        if target in ROOTS:
+            return self._power(args[0], index, ROOTS[target])
+        return 1.0, itself
+
+    def _power(self, operand: Any, index: Index, exponent: float) -> tuple[float, Product]:
+        if exponent == int(exponent) and exponent > 0:
+            x, a = self.factors(operand, index)
+            return x**exponent, power(a, exponent)
+        term = self.window.resolve(operand, self.window.broadcast(operand, index))
+        return 1.0, product([(Value(term.node, term.index), exponent)])
+
+
+def number(value: Any) -> Polynomial:
+    """Return a constant."""
+    return {ONE: float(value)} if value else {}
+
+
+def summed_index(
+    window: Window, node: Node, index: Index
+) -> tuple[Index, list[tuple[str, int]]]:
+    """Return the index into what a sum adds up, with fresh axes in the summed dimensions."""
+    shape = window.shape(node.args[0])  # type: ignore[arg-type]
+    dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(len(shape))
+    summed_dims = {d % len(shape) for d in dims}  # type: ignore[union-attr, operator]
+    keep = bool(node.args[2]) if len(node.args) > 2 else False
+    rest = iter(index)
+    entries, summed = [], []
+    for dim, size in enumerate(shape):
+        if dim not in summed_dims:
+            entries.append(next(rest))
+            continue
+        if keep:
+            next(rest)
+        name, entry = window.fresh(size)
+        entries.append(entry)
+        if entry != ZERO:
+            summed.append((name, size))
+    return tuple(entries), summed

@@ -1,0 +1,233 @@
+"""Elements of tensors in a graph: a node and an index, looked through views and exact casts.
+
+Lives here: what every view, split and exact upcast does to an index, so that two spellings of one
+element become the same term. Not here: arithmetic (algebra.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from kda_ops.passes.affine import ZERO, Affine, Index, axis, constant, flatten, split
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+RESHAPES = frozenset(
+    {
+        aten.reshape.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten._reshape_alias.default,
+    }
+)
+SAME = frozenset(
+    {
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.contiguous.default,
+        aten.lift_fresh_copy.default,
+    }
+)
+CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
+SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
+AXIS_MOVES = frozenset(
+    {
+        aten.expand.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.squeeze.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.cat.default,
+    }
+)
+EXACT = {
+    torch.bfloat16: {torch.float32},
+    torch.float16: {torch.float32},
+    torch.int32: {torch.int64},
+}
+# A symbolic size is stood in for by a large prime: what divides or bounds it then does so for no
+# accidental reason, and one symbol always gets one prime.
+_PRIMES = tuple(sympy.nextprime(1_000_000, i) for i in range(1, 65))
+
+
+@dataclass(frozen=True)
+class Term:
+    """One element of a node's tensor, as a function of the axes in ``index``."""
+
+    node: Node
+    index: Index
+
+
+@dataclass
+class Window:
+    """Sizes of the tensors and axes that one attempt at a match talks about."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    symbols: dict[Any, int] = field(default_factory=dict)
+    _shapes: dict[Node, tuple[int, ...]] = field(default_factory=dict)
+    _fresh: int = 0
+
+    def number(self, size: int | torch.SymInt) -> int:
+        """Return a size as an integer, with primes for symbols."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        for symbol in sorted(expression.free_symbols, key=str):
+            self.symbols.setdefault(symbol, _PRIMES[len(self.symbols) % len(_PRIMES)])
+        return int(expression.subs(self.symbols))
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        """Return the shape of a node's value."""
+        if node not in self._shapes:
+            self._shapes[node] = tuple(self.number(s) for s in node.meta["val"].shape)
+        return self._shapes[node]
+
+    def named(self, name: str, size: int) -> Affine:
+        """Declare an axis; one of size 1 is the constant 0."""
+        self.sizes[name] = size
+        return ZERO if size == 1 else axis(name)
+
+    def fresh(self, size: int) -> tuple[str, Affine]:
+        """Declare an axis that nothing else uses."""
+        self._fresh += 1
+        name = f"${self._fresh}"
+        return name, self.named(name, size)
+
+    def resolve(self, node: Node, index: Index) -> Term:
+        """Look through views and exact casts to the node that computes the element."""
+        while (step := self._through(node, index)) is not None:
+            node, index = step
+        return Term(node, index)
+
+    def broadcast(self, node: Node, index: Index) -> Index:
+        """Return the index of an operand whose result is indexed by ``index``."""
+        shape = self.shape(node)
+        aligned = index[len(index) - len(shape) :]
+        return tuple(ZERO if size == 1 else e for e, size in zip(aligned, shape, strict=True))
+
+    def _through(self, node: Node, index: Index) -> tuple[Node, Index] | None:
+        if node.op != "call_function" or not node.args:
+            return None
+        source, target = node.args[0], node.target
+        if target is operator.getitem:
+            return self._piece(node, index)
+        if target is aten.cat.default:
+            return self._concatenated(node, index)
+        if not isinstance(source, Node):
+            return None
+        if target in SAME:
+            return source, index
+        if target in CASTS:
+            return (source, index) if is_exact_cast(node) else None
+        if target in RESHAPES:
+            position = flatten(index, self.shape(node))
+            moved = split(position, self.shape(source), self.sizes)
+            return None if moved is None else (source, moved)
+        moved = self._moved(node, source, index)
+        return None if moved is None else (source, moved)
+
+    def _moved(self, node: Node, source: Node, index: Index) -> Index | None:
+        """Return the index in the source of a view that moves, adds or drops dimensions."""
+        target, shape = node.target, self.shape(source)
+        rank = len(shape)
+        arguments = node.args[1:]
+        if target is aten.expand.default:
+            return self.broadcast(source, index)
+        if target is aten.permute.default:
+            order = [d % rank for d in arguments[0]]  # type: ignore[union-attr, operator]
+            return tuple(index[order.index(d)] for d in range(rank))
+        if target in {aten.transpose.int, aten.t.default}:
+            a, b = (d % rank for d in (arguments or ((0, 1) if rank > 1 else (0, 0))))  # type: ignore[operator]
+            moved = list(index)
+            moved[a], moved[b] = moved[b], moved[a]
+            return tuple(moved)
+        if target is aten.unsqueeze.default:
+            position = arguments[0] % (rank + 1)  # type: ignore[operator]
+            return index[:position] + index[position + 1 :]
+        if target in {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}:
+            dims = arguments[0] if arguments else list(range(rank))
+            dims = [dims] if isinstance(dims, int) else dims
+            gone = {d % rank for d in dims if shape[d % rank] == 1}  # type: ignore[union-attr, operator]
+            rest = iter(index)
+            return tuple(ZERO if d in gone else next(rest) for d in range(rank))
+        if target is aten.select.int:
+            return self._selected(arguments, index, shape)
+        if target is aten.slice.Tensor:
+            return self._sliced(arguments, index, shape)
+        return None
+
+    def _selected(self, arguments: tuple, index: Index, shape: tuple[int, ...]) -> Index | None:  # type: ignore[type-arg]
+        dim, position = arguments[0] % len(shape), arguments[1]
+        if not isinstance(position, int):
+            return None
+        return (*index[:dim], constant(position % shape[dim]), *index[dim:])
+
+    def _sliced(self, arguments: tuple, index: Index, shape: tuple[int, ...]) -> Index | None:  # type: ignore[type-arg]
+        dim = (arguments[0] if arguments else 0) % len(shape)
+        start = arguments[1] if len(arguments) > 1 and arguments[1] is not None else 0
+        step = arguments[3] if len(arguments) > 3 else 1
+        if not isinstance(start, int) or not isinstance(step, int):
+            return None
+        start = max(start + shape[dim], 0) if start < 0 else min(start, shape[dim])
+        entry = index[dim].scaled(step) + constant(start)
+        return (*index[:dim], entry, *index[dim + 1 :])
+
+    def _piece(self, node: Node, index: Index) -> tuple[Node, Index] | None:
+        """Look through one result of split, split_with_sizes or unbind."""
+        parent, which = node.args
+        if not isinstance(parent, Node) or parent.target not in SPLITS:
+            return None
+        source = parent.args[0]
+        if not isinstance(source, Node) or not isinstance(which, int):
+            return None
+        shape = self.shape(source)
+        sizes = parent.args[1] if len(parent.args) > 1 else 0
+        if parent.target is aten.unbind.int:
+            dim = sizes % len(shape)  # type: ignore[operator]
+            return source, (*index[:dim], constant(which % shape[dim]), *index[dim:])
+        dim = (parent.args[2] if len(parent.args) > 2 else 0) % len(shape)  # type: ignore[operator]
+        values = parent.meta["val"]
+        which %= len(values)
+        start = sum(self.number(v.shape[dim]) for v in values[:which])
+        return source, (*index[:dim], index[dim] + constant(start), *index[dim + 1 :])
+
+    def _concatenated(self, node: Node, index: Index) -> tuple[Node, Index] | None:
+        """Look into the one piece of a concatenation that the index stays within, if it does."""
+        dim = (node.args[1] if len(node.args) > 1 else 0) % len(index)  # type: ignore[operator]
+        low, high = index[dim].bounds(self.sizes)
+        start = 0
+        for piece in node.args[0]:  # type: ignore[union-attr]
+            end = start + self.shape(piece)[dim]  # type: ignore[arg-type]
+            if start <= low and high < end:
+                entry = index[dim] + constant(-start)
+                return piece, (*index[:dim], entry, *index[dim + 1 :])  # type: ignore[return-value]
+            start = end
+        return None
+
+
+def is_exact_cast(node: Node) -> bool:
+    """Whether a cast keeps every value."""
+    source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    target = node.meta["val"].dtype
+    return source == target or target in EXACT.get(source, ())
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node only moves elements or casts them exactly."""
+    if node.target in CASTS:
+        return is_exact_cast(node)
+    known = node.target in RESHAPES | SAME | AXIS_MOVES | SPLITS
+    return known or node.target is operator.getitem
