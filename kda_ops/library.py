@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kda_kernels.contract.schema import schema
 from kda_kernels.contract.spec import Operator, ScalarArg
-from kda_kernels.errors import ContractError
 from kda_kernels.plan import CONTRACTS, Launcher, launcher
 
 LIBRARY = torch.library.Library("kda", "DEF")
@@ -23,57 +22,6 @@ LIBRARY = torch.library.Library("kda", "DEF")
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _BACKENDS = ("CPU", "CUDA")
-
-
-def refuse_gradients(operator: Operator, arguments: tuple[Any, ...]) -> None:
-    """Raise one clear error where autograd would expect a gradient that does not exist.
-
-    Raises:
-        ContractError: grad mode is on and a tensor argument requires grad.
-    """
-    for argument, value in zip(operator.arguments, arguments, strict=False):
-        if isinstance(value, Tensor) and value.requires_grad:
-            rule = "a tensor without requires_grad (or the call under torch.no_grad())"
-            fact = "one that requires grad: the operator is for decoding and has no gradient"
-            raise ContractError(operator.name, argument.name, rule, fact)
-
-
-def _parameter(argument: Any) -> str:  # noqa: ANN401 - a declaration
-    """Write one parameter of an implementation's signature."""
-    if isinstance(argument, ScalarArg):
-        return f"{argument.name}={argument.default!r}"
-    return f"{argument.name}=None" if argument.optional and argument.keyword else argument.name
-
-
-def _implementation(operator: Operator, run: Launcher, *, out: bool) -> Callable[..., Any]:
-    """Write the straight-line function that the dispatcher calls for one overload.
-
-    The dispatcher leaves out arguments that equal their default and passes keyword-only ones by
-    name, so the function repeats the schema's signature and passes everything on by position.
-    """
-    arguments = operator.abi if out else operator.arguments
-    parameters = [_parameter(a) for a in arguments if not a.keyword]
-    keywords = [_parameter(a) for a in arguments if a.keyword]
-    names = [a.name for a in arguments]
-    if out:
-        keywords.append("output")
-        names.append("output")
-    passed = ", ".join(names)
-    source = (
-        f"def {operator.name}({', '.join([*parameters, '*', *keywords])}):\n"
-        f"    if grad_enabled():\n"
-        f"        refuse_gradients(operator, ({passed},))\n"
-        f"    return run({passed})\n"
-    )
-    namespace: dict[str, Any] = {
-        "grad_enabled": torch.is_grad_enabled,
-        "refuse_gradients": refuse_gradients,
-        "operator": operator,
-        "run": run.write if out else run.allocate,
-    }
-    exec(compile(source, f"<kda::{operator.name}>", "exec"), namespace)
-    function: Callable[..., Any] = namespace[operator.name]
-    return function
 
 
 def _fake(operator: Operator, run: Launcher, *, out: bool) -> Callable[..., Any]:
@@ -85,8 +33,6 @@ def _fake(operator: Operator, run: Launcher, *, out: bool) -> Callable[..., Any]
     def fake(*given: Any, **keywords: Any) -> Tensor | None:  # noqa: ANN401
         values = {**defaults, **dict(zip(positional, given, strict=False)), **keywords}
         ordered = tuple(values.get(a.name) for a in arguments)
-        if torch.is_grad_enabled():
-            refuse_gradients(operator, ordered)
         if out:
             run.facts(*ordered, output=values["output"])
             return None
@@ -102,9 +48,8 @@ def _register(operator: Operator) -> None:
     for out in (False, True):
         LIBRARY.define(schema(operator, out=out), tags=_TAGS)
         name = f"{operator.name}.out" if out else operator.name
-        implementation = _implementation(operator, run, out=out)
         for backend in _BACKENDS:
-            LIBRARY.impl(name, implementation, backend)
+            LIBRARY.impl(name, run.write if out else run.allocate, backend)
         torch.library.register_fake(
             f"kda::{name}", _fake(operator, run, out=out), lib=LIBRARY, allow_override=False
         )

@@ -6,9 +6,6 @@ Not here: validation and allocation, which the operators do themselves (library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -26,20 +23,6 @@ def _accept(operator: str, backend: str, state_indices_mode: str = _INDEX_MODES[
     if state_indices_mode not in _INDEX_MODES:
         rule = "'unique_or_null' or 'positive_unique'"
         raise UnsupportedError(operator, "state_indices_mode", rule, repr(state_indices_mode))
-
-
-def _run(
-    allocate: Callable[..., Tensor],
-    write: Callable[..., None],
-    output: Tensor | None,
-    *arguments: Tensor | float | None,
-    **keywords: Tensor | float | str | None,
-) -> Tensor:
-    """Call the overload that the caller's ``output`` asks for."""
-    if output is None:
-        return allocate(*arguments, **keywords)
-    write(*arguments, **keywords, output=output)
-    return output
 
 
 def packed_kda_decode(
@@ -103,28 +86,20 @@ def packed_kda_decode(
     """
     if backend != "auto":
         _accept("packed_decode", backend)
-    allocate: Callable[..., Tensor] = library.packed_decode
-    if output_dtype is not None:
-        if output is not None and output.dtype is not output_dtype:
-            fact = f"{output_dtype} beside an output of {output.dtype}"
-            raise DtypeError("packed_decode", "output_dtype", "None or the type of output", fact)
-        allocate = partial(library.packed_decode, output_dtype=output_dtype)
-    return _run(
-        allocate,
-        library.packed_decode_out,
-        output,
-        mixed_qkv,
-        raw_gate,
-        raw_beta,
-        A_log,
-        dt_bias,
-        state,
-        state_indices,
-        scale=scale,
-        lower_bound=lower_bound,
-        first_slot=first_slot,
-        state_layout=state_layout,
-    )
+    tensors = (mixed_qkv, raw_gate, raw_beta, A_log, dt_bias, state, state_indices)
+    keywords = {
+        "scale": scale,
+        "lower_bound": lower_bound,
+        "first_slot": first_slot,
+        "state_layout": state_layout,
+    }
+    if output is None:
+        return library.packed_decode(*tensors, **keywords, output_dtype=output_dtype)
+    if output_dtype is not None and output.dtype is not output_dtype:
+        fact = f"{output_dtype} beside an output of {output.dtype}"
+        raise DtypeError("packed_decode", "output_dtype", "None or the type of output", fact)
+    library.packed_decode_out(*tensors, **keywords, output=output)
+    return output
 
 
 def fused_kda_decode(
@@ -192,28 +167,18 @@ def fused_kda_decode(
     """
     if backend != "auto" or state_indices_mode != "unique_or_null":
         _accept("fused_decode", backend, state_indices_mode)
-    return _run(
-        library.fused_decode,
-        library.fused_decode_out,
-        output,
-        x,
-        weight,
-        conv_state,
-        raw_gate,
-        raw_beta,
-        A_log,
-        dt_bias,
-        state_indices,
-        state,
-        output_gate,
-        norm_weight,
-        lower_bound,
-        norm_eps,
-        conv_bias=conv_bias,
-        scale=scale,
-        first_slot=first_slot,
-        state_layout=state_layout,
-    )
+    tensors = (x, weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state_indices, state)
+    norm = (output_gate, norm_weight, lower_bound, norm_eps)
+    keywords = {
+        "conv_bias": conv_bias,
+        "scale": scale,
+        "first_slot": first_slot,
+        "state_layout": state_layout,
+    }
+    if output is None:
+        return library.fused_decode(*tensors, *norm, **keywords)
+    library.fused_decode_out(*tensors, *norm, **keywords, output=output)
+    return output
 
 
 def packed_fused_kda_decode(  # noqa: D417 - the shared keywords are documented above
@@ -279,28 +244,18 @@ def packed_fused_kda_decode(  # noqa: D417 - the shared keywords are documented 
     """
     if backend != "auto" or state_indices_mode != "unique_or_null":
         _accept("packed_fused_decode", backend, state_indices_mode)
-    return _run(
-        library.packed_fused_decode,
-        library.packed_fused_decode_out,
-        output,
-        x,
-        weight,
-        conv_state,
-        raw_gate,
-        raw_beta,
-        A_log,
-        dt_bias,
-        state_indices,
-        state,
-        output_gate,
-        norm_weight,
-        lower_bound,
-        norm_eps,
-        query_start_loc=query_start_loc,
-        num_accepted_tokens=num_accepted_tokens,
-        t1_state_indices=t1_state_indices,
-        conv_bias=conv_bias,
-        scale=scale,
-        first_slot=first_slot,
-        state_layout=state_layout,
-    )
+    tensors = (x, weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state_indices, state)
+    norm = (output_gate, norm_weight, lower_bound, norm_eps)
+    keywords = {
+        "query_start_loc": query_start_loc,
+        "num_accepted_tokens": num_accepted_tokens,
+        "t1_state_indices": t1_state_indices,
+        "conv_bias": conv_bias,
+        "scale": scale,
+        "first_slot": first_slot,
+        "state_layout": state_layout,
+    }
+    if output is None:
+        return library.packed_fused_decode(*tensors, *norm, **keywords)
+    library.packed_fused_decode_out(*tensors, *norm, **keywords, output=output)
+    return output

@@ -12,15 +12,14 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kda_kernels.contract.check import Facts, validate
-from kda_kernels.contract.signature import signature_function
-from kda_kernels.contract.spec import Operator
+from kda_kernels.contract.signature import key, overload_arguments, parameters
+from kda_kernels.contract.spec import Operator, Role
 from kda_kernels.errors import UnsupportedError
 from kda_kernels.fused_decode.contract import CONTRACT as FUSED_DECODE
 from kda_kernels.packed_decode.contract import CONTRACT as PACKED_DECODE
@@ -31,52 +30,48 @@ CONTRACTS = (PACKED_DECODE, FUSED_DECODE, PACKED_FUSED_DECODE)
 
 Kernel = Callable[..., None]
 
-_MAX_PLANS = 4096
+MAX_PLANS = 4096
+"""Signatures that one overload remembers."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What a known signature leads to: the kernel and the metadata of its result."""
 
     kernel: Kernel
-    output_shape: tuple[int, ...]
-    output_dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
     device: torch.device
 
 
 class Launcher:
-    """Runs one operator: a dictionary hit leads straight to the compiled function."""
+    """Runs one operator: a dictionary hit leads straight to the compiled function.
+
+    ``allocate`` and ``write`` are the operator's two overloads under the schema's parameter
+    lists. Both are written out as straight-line source, because at every call a loop over the
+    arguments costs more than a small kernel.
+    """
 
     def __init__(self, operator: Operator) -> None:
-        """Prepare the signatures of both overloads; nothing is compiled yet."""
+        """Write both overloads; nothing is compiled yet."""
         self.operator = operator
-        self._abi = len(operator.abi)
-        self._allocating: dict[Hashable, Plan] = {}
-        self._out: dict[Hashable, Plan] = {}
-        self._signature = signature_function(operator, out=False)
-        self._out_signature = signature_function(operator, out=True)
+        self._plans: tuple[dict[Hashable, Plan], dict[Hashable, Plan]] = ({}, {})
+        self.allocate: Callable[..., Tensor] = self._overload(out=False)
+        self.write: Callable[..., None] = self._overload(out=True)
 
-    def allocate(self, *arguments: Any) -> Tensor:  # noqa: ANN401 - the contract's arguments
-        """Run the operator on the contract's arguments and return a new output tensor."""
-        try:
-            plan = self._allocating.get(self._signature(*arguments))
-        except (AttributeError, TypeError):
-            plan = None
-        if plan is None:
-            plan = self._plan(arguments)
-        output = torch.empty(plan.output_shape, dtype=plan.output_dtype, device=plan.device)
-        plan.kernel(*arguments[: self._abi], output)
-        return output
-
-    def write(self, *arguments: Any) -> None:  # noqa: ANN401 - the kernel's arguments
-        """Run the operator on the kernel's arguments, the output tensor last."""
-        try:
-            plan = self._out.get(self._out_signature(*arguments))
-        except (AttributeError, TypeError):
-            plan = None
-        if plan is None:
-            plan = self._plan_out(arguments)
-        plan.kernel(*arguments)
+    def _overload(self, *, out: bool) -> Callable[..., Any]:
+        """Compile the function of one overload."""
+        namespace: dict[str, Any] = {
+            "find": self._plans[out].get,
+            "choose": functools.partial(self._choose, out),
+            "grad_enabled": torch.is_grad_enabled,
+            "written": torch.autograd.graph.increment_version,
+            "empty": torch.empty_strided,
+        }
+        name = self.operator.name
+        exec(compile(_source(self.operator, out=out), f"<kda::{name}>", "exec"), namespace)
+        function: Callable[..., Any] = namespace[name]
+        return function
 
     def facts(self, *arguments: Any, output: Tensor | None = None) -> Facts:  # noqa: ANN401
         """Validate the contract's arguments and return the facts (used by fake implementations)."""
@@ -86,36 +81,60 @@ class Launcher:
 
     def forget(self) -> None:
         """Drop every plan, so that the next call looks for its kernel again."""
-        self._allocating.clear()
-        self._out.clear()
+        for plans in self._plans:
+            plans.clear()
 
-    def _plan(self, arguments: tuple[Any, ...]) -> Plan:
-        """Validate a new signature and keep its plan."""
-        plan = self._choose(self.facts(*arguments))
-        _keep(self._allocating, self._signature(*arguments), plan)
-        return plan
-
-    def _plan_out(self, arguments: tuple[Any, ...]) -> Plan:
-        """Validate a new signature of the out overload and keep its plan."""
-        plan = self._choose(self.facts(*arguments[:-1], output=arguments[-1]))
-        _keep(self._out, self._out_signature(*arguments), plan)
-        return plan
-
-    def _choose(self, facts: Facts) -> Plan:
-        """Find the kernel for a legal call."""
-        shape = tuple(int(size) for size in facts.output_shape)
+    def _choose(self, out: bool, key: Hashable, *arguments: Any) -> Plan:  # noqa: ANN401
+        """Validate a new signature, find its kernel and keep the plan."""
+        given, output = (arguments[:-1], arguments[-1]) if out else (arguments, None)
+        facts = self.facts(*given, output=output)
         if facts.device.type != "cpu":
             first = self.operator.tensors[0].name
-            raise UnsupportedError(
-                self.operator.name,
-                first,
-                "on cpu (this version has no CUDA kernels)",
-                str(facts.device),
-            )
+            rule = "on cpu (this version has no CUDA kernels)"
+            raise UnsupportedError(self.operator.name, first, rule, str(facts.device))
         kernel = cpu_kernel(self.operator.name) if facts.dims[self.operator.rows] else _nothing
         if os.environ.get("KDA_CHECK") == "1":
             kernel = _checked(self.operator, kernel)
-        return Plan(kernel, shape, facts.output_dtype, facts.device)
+        shape = tuple(int(size) for size in facts.output_shape)
+        stride = torch.empty(shape, device="meta").stride()
+        plan = Plan(kernel, shape, stride, facts.output_dtype, facts.device)
+        plans = self._plans[out]
+        if len(plans) >= MAX_PLANS:
+            # An odd caller with endless signatures must not grow memory for ever.
+            plans.clear()
+        plans[key] = plan
+        return plan
+
+
+def _source(operator: Operator, *, out: bool) -> str:
+    """Return the source of an overload: key, plan, output, kernel.
+
+    Versions of what is written are counted up, as torch's own in-place operators do, so that
+    autograd notices a saved pool that has changed (and refuses a pool made in inference mode
+    outside of it) before the kernel runs.
+    """
+    passed = ", ".join(argument.name for argument in overload_arguments(operator, out=out))
+    kernel = ", ".join([argument.name for argument in operator.abi] + [operator.output.name])
+    written = [a.name for a in operator.tensors if a.role is Role.UPDATE]
+    allocation = f"    {operator.output.name} = empty(shape, stride, dtype=dtype, device=device)\n"
+    if out:
+        passed += f", {operator.output.name}"
+        written.append(operator.output.name)
+    return (
+        f"def {operator.name}({parameters(operator, out=out)}):\n"
+        f"    try:\n"
+        f"        key = {key(operator, out=out)}\n"
+        f"        plan = find(key)\n"
+        f"    except (AttributeError, TypeError):\n"
+        f"        key = plan = None\n"
+        f"    if plan is None:\n"
+        f"        plan = choose(key, {passed})\n"
+        f"    kernel, shape, stride, dtype, device = plan\n"
+        f"    written(({', '.join(written)},))\n"
+        f"{'' if out else allocation}"
+        f"    kernel({kernel})\n"
+        f"{'' if out else f'    return {operator.output.name}' + chr(10)}"
+    )
 
 
 _LAUNCHERS = {contract.name: Launcher(contract) for contract in CONTRACTS}
@@ -133,7 +152,7 @@ def cpu_kernel(name: str) -> Kernel:
     try:
         kernel: Kernel = build.load(name)
     except build.CompilerMissing as missing:
-        _warn_once(f"KDA operators run as their slow PyTorch references: {missing}")
+        _warn_once(f"kda::{name} runs as its slow PyTorch reference: {missing}")
         return reference(name)
     return kernel
 
@@ -149,13 +168,6 @@ def reference(name: str) -> Kernel:
 def _warn_once(message: str) -> None:
     """Warn the first time a message comes up."""
     warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def _keep(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
-    """Remember a plan; an odd caller with endless signatures must not grow memory for ever."""
-    if len(plans) >= _MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
 
 
 def _nothing(*arguments: Any) -> None:  # noqa: ANN401

@@ -70,6 +70,7 @@ def validate(operator: Operator, values: dict[str, Any], output: Tensor | None =
         elif value is not None:
             check.tensor(argument, value)
     check.rows_fit(values)
+    check.no_gradient(values, output)
     shape = tuple(extent.value(dims) for extent in operator.output.extents)
     dtype = values.get("output_dtype") or activation
     if output is not None:
@@ -185,6 +186,16 @@ class _Check:
         if rows > slots:
             rule = f"a tensor when there are more rows than slots ({rows} > {slots})"
             raise self._illegal("state_indices", rule, "None", self._source((("B", "S"),)))
+
+    def no_gradient(self, values: dict[str, Any], output: Tensor | None) -> None:
+        """Refuse what autograd would expect a gradient of: there is none."""
+        if not torch.is_grad_enabled():
+            return
+        for name, value in (*values.items(), (self.operator.output.name, output)):
+            if isinstance(value, Tensor) and value.requires_grad:
+                rule = "a tensor without requires_grad (or the call under torch.no_grad())"
+                fact = "one that requires grad: the operator is for decoding and has no gradient"
+                raise self._illegal(name, rule, fact)
 
     def _shape_of(self, argument: TensorArg, tensor: Tensor) -> tuple[Extent, ...]:
         """Return the spelling of the shape that the tensor has."""

@@ -1,54 +1,65 @@
-"""The signature of a call: what the validator's verdict depends on, as a hashable key.
+"""The signature of a call: what the validator's verdict depends on, as source of a hashable key.
 
-Lives here: a generator that writes one straight-line function per operator. The key holds shapes,
-strides, dtypes, devices, alignment of pools and scalars, never values. Not here: the dictionary of
-plans that it looks up (plan.py).
+Lives here: the key and the parameter list of an operator, as Python source from which plan.py
+writes one straight-line function per overload. The key holds shapes, strides, dtypes, devices,
+alignment of pools, scalars and whether a gradient is asked for, never values. Not here: the
+dictionary of plans that it looks up (plan.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any
-
-from kda_kernels.contract.spec import Operator, Role, TensorArg
+from kda_kernels.contract.spec import Operator, Role, ScalarArg, TensorArg
 
 
-def key_expression(argument: TensorArg, name: str) -> str:
-    """Return Python source that evaluates to the part of the key one tensor contributes."""
-    facts = [f"{name}.shape", f"{name}.stride()", f"{name}.dtype", f"{name}.device"]
-    if argument.role is Role.UPDATE:
-        facts.append(f"{name}.data_ptr() & 15")
-    parts = ", ".join(facts)
-    return f"None if {name} is None else ({parts})" if argument.optional else parts
+def overload_arguments(operator: Operator, *, out: bool) -> tuple[TensorArg | ScalarArg, ...]:
+    """Return the arguments of an overload in order; ``out`` is followed by the output tensor."""
+    return operator.abi if out else operator.arguments
 
 
-def signature_source(operator: Operator, *, out: bool) -> str:
-    """Return the source of ``signature(*arguments[, output])``."""
-    names = [
-        argument.name for argument in operator.arguments if not out or argument in operator.abi
-    ]
-    parts = [
-        key_expression(argument, argument.name)
-        if isinstance(argument, TensorArg)
-        else argument.name
-        for argument in operator.arguments
-        if argument.name in names
-    ]
-    if out:
-        names.append("output")
-        parts.append("output.shape, output.stride(), output.dtype, output.device")
-    body = ",\n        ".join(parts)
-    return f"def signature({', '.join(names)}):\n    return (\n        {body},\n    )\n"
+def parameters(operator: Operator, *, out: bool) -> str:
+    """Return an overload's parameter list as its schema has it: names, defaults, keyword-only."""
+    arguments = overload_arguments(operator, out=out)
+    positional = [_parameter(argument) for argument in arguments if not argument.keyword]
+    keywords = [_parameter(argument) for argument in arguments if argument.keyword]
+    return ", ".join([*positional, "*", *keywords, *([operator.output.name] if out else [])])
 
 
-def signature_function(operator: Operator, *, out: bool) -> Callable[..., Hashable]:
-    """Compile the signature function of an operator's allocating or out overload.
+def key(operator: Operator, *, out: bool) -> str:
+    """Return the tuple expression of a call's key over the overload's parameter names."""
+    arguments = overload_arguments(operator, out=out)
+    parts = [_facts(a) if isinstance(a, TensorArg) else a.name for a in arguments]
+    output = [operator.output.name] if out else []
+    parts += [_metadata(name) for name in output]
+    wants = [_wants_gradient(a) for a in arguments if isinstance(a, TensorArg)]
+    wants += [f"{name}.requires_grad" for name in output]
+    parts.append(f"grad_enabled() and ({' or '.join(filter(None, wants))})")
+    return f"({', '.join(parts)})"
 
-    The function raises AttributeError where a tensor argument is no tensor, and gives an
-    unhashable or unknown key where a scalar is odd: both lead to the validator.
-    """
-    namespace: dict[str, Any] = {}
-    source = signature_source(operator, out=out)
-    exec(compile(source, f"<kda signature of {operator.name}>", "exec"), namespace)
-    function: Callable[..., Hashable] = namespace["signature"]
-    return function
+
+def _parameter(argument: TensorArg | ScalarArg) -> str:
+    """Write one parameter."""
+    if isinstance(argument, ScalarArg):
+        return f"{argument.name}={argument.default!r}"
+    return f"{argument.name}=None" if argument.optional and argument.keyword else argument.name
+
+
+def _metadata(name: str) -> str:
+    """Write what the validator reads of every tensor; -1 and an index tell CPU and GPUs apart."""
+    return f"{name}.shape, {name}.stride(), {name}.dtype, {name}.device"
+
+
+def _facts(argument: TensorArg) -> str:
+    """Write the part of the key that one tensor contributes."""
+    name = argument.name
+    if argument.optional:
+        return f"None if {name} is None else ({_metadata(name)})"
+    aligned = f", {name}.data_ptr() & 15" if argument.role is Role.UPDATE else ""
+    return _metadata(name) + aligned
+
+
+def _wants_gradient(argument: TensorArg) -> str:
+    """Write the question whether a tensor requires grad; indices never do."""
+    if all(dtype.startswith("int") for dtype in argument.dtypes):
+        return ""
+    asked = f"{argument.name}.requires_grad"
+    return f"({argument.name} is not None and {asked})" if argument.optional else asked
