@@ -249,3 +249,13 @@ def test_the_page_of_operators_is_what_the_contracts_say():
     assert page == render.operators_page(), (
         "run: python -m kda_kernels.contract.render > docs/operators.md"
     )
+
+
+def test_links_between_documents_lead_somewhere():
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "kernels/README.md"]
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text("utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert not broken
