@@ -63,7 +63,7 @@ def candidates(graph: Graph) -> Iterator[Node]:
         pool, value = node.args[0], written(node)
         if not isinstance(value, Node) or value.target in {operator.getitem, *WRITES}:
             continue
-        if not state_like(value) or not state_like(pool):
+        if not state_like(value, least=2) or not state_like(pool):
             continue
         if node.target is aten.copy_.default and value.target in VIEWS_OF_POOL:
             continue
@@ -77,10 +77,10 @@ def written(node: Node) -> object:
     return node.args[2] if node.target is aten.index_put.default else node.args[1]
 
 
-def state_like(node: object) -> bool:
+def state_like(node: object, least: int = 3) -> bool:
     """Whether a value has matrices in its last two dimensions, as a state has."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    if not isinstance(value, torch.Tensor) or value.dim() < 3 or not value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or value.dim() < least or not value.is_floating_point():
         return False
     rows, columns = value.shape[-2:]
     return bool(rows == columns) and (not isinstance(rows, int) or rows >= 16)

@@ -29,9 +29,9 @@ from kda_ops.passes.algebra import (
     sum_over,
     times,
 )
-from kda_ops.passes.expression import Reader, summed_index
+from kda_ops.passes.expression import Reader
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import Term, Window
+from kda_ops.passes.terms import CASTS, Term, Window
 
 aten = torch.ops.aten
 
@@ -100,10 +100,10 @@ def read_update(reader: Reader, written: Node, index: Index) -> Update:
     beta, norm = without_norm(reader, rest, key, key_axis, -1.0, written)
     unit_key = frozenset({(key, 1.0), (norm, -0.5)})
     value = reader.whole.get(quotient(free, times(beta, unit_key)))
-    ratio = -terms[free] / terms[summed]
-    one = math.isclose(ratio, 1.0, rel_tol=1e-6) and math.isclose(ratio, terms[free], rel_tol=1e-6)
-    if value is None or not one:
+    if value is None or not math.isclose(terms[free], -terms[summed], rel_tol=1e-6):
         raise RefusalError(Reason.NOT_DELTA_RULE, written, "the update is not beta*(v - S k)k^T")
+    if not math.isclose(terms[free], 1.0, rel_tol=1e-6):
+        raise RefusalError(Reason.BETA_FORM, written, f"beta is multiplied by {terms[free]:g}")
     layout = "kv" if key_axis == FIRST else "vk"
     return Update(layout, key_axis, value_axis, terms, decay, beta, key, value)
 
@@ -157,6 +157,9 @@ def without_norm(
         if power != exponent:
             raise RefusalError(Reason.NORM_FORM, factor.node, f"exponent {power}")
         return factors - {(factor, power)}, factor
+    if base.node.target in CASTS:
+        name = str(base.node.meta["val"].dtype).removeprefix("torch.")
+        raise RefusalError(Reason.ROUNDING, base.node, f"{base.node.name} is {name}")
     for factor, power in factors:
         if isinstance(factor, Value) and power < 0 and factor.node.target in CLAMPS:
             raise RefusalError(Reason.NORM_FORM, factor.node)
@@ -171,17 +174,14 @@ def squared_norm(reader: Reader, value: Value) -> tuple[Value, float] | None:
     total, eps = node.args[:2]
     if not isinstance(total, Node) or not isinstance(eps, int | float):
         return None
-    term = reader.window.resolve(total, reader.window.broadcast(total, value.index))
-    if term.node.target is not aten.sum.dim_IntList:
+    _, factors = reader.factors(total, value.index)
+    ((summed, power),) = factors if len(factors) == 1 else ((None, 0.0),)
+    if not isinstance(summed, Contraction) or power != 1.0 or len(summed.body) != 1:
         return None
-    index, summed = summed_index(reader.window, term.node, term.index)
-    if len(summed) != 1:
+    ((factor, power),) = summed.without_bound(INNER)
+    if power != 2.0 or not isinstance(factor, Value):
         return None
-    coefficient, factors = reader.factors(term.node.args[0], index)
-    ((factor, power),) = factors if len(factors) == 1 else ((None, 0.0),)
-    if coefficient != 1.0 or power != 2.0 or not isinstance(factor, Value):
-        return None
-    return factor.renamed(summed[0][0], INNER), float(eps)
+    return factor, float(eps)
 
 
 def read_output(reader: Reader, node: Node, update: Update, index: Index) -> Output | None:

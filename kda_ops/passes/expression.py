@@ -16,6 +16,7 @@ from torch.fx import Node
 from kda_ops.passes.affine import ZERO, Index
 from kda_ops.passes.algebra import (
     ONE,
+    Contraction,
     Polynomial,
     Product,
     State,
@@ -42,6 +43,7 @@ ADDS = {
 }
 PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
+HEAD_WIDTH = 128
 ROOTS = {aten.sqrt.default: 0.5, aten.rsqrt.default: -0.5}
 
 
@@ -180,14 +182,32 @@ class Reader:
             return self._power(args[0], index, float(args[1]))
         if target in ROOTS:
             return self._power(args[0], index, ROOTS[target])
+        if target in SUMS:
+            return self._summed(node, index) or (1.0, itself)
         return 1.0, itself
 
+    def _summed(self, node: Node, index: Index) -> tuple[float, Product] | None:
+        """Read a sum over one axis as wide as a head: a norm, or k applied to q."""
+        source, summed = summed_index(self.window, node, index)
+        if len(summed) != 1 or summed[0][1] != HEAD_WIDTH:
+            return None
+        coefficient, factors = self.factors(node.args[0], source)
+        ((factors, coefficient),) = sum_over({factors: coefficient}, *summed[0]).items()
+        return coefficient, factors
+
     def _power(self, operand: Any, index: Index, exponent: float) -> tuple[float, Product]:
+        x, a = self.factors(operand, index)
         if exponent == int(exponent) and exponent > 0:
-            x, a = self.factors(operand, index)
             return x**exponent, power(a, exponent)
+        if x == 1.0 and all(isinstance(f, Contraction) and squares(f) for f, _ in a):
+            return x, power(a, exponent)
         term = self.window.resolve(operand, self.window.broadcast(operand, index))
         return 1.0, product([(Value(term.node, term.index), exponent)])
+
+
+def squares(item: Contraction) -> bool:
+    """Whether a sum adds up squares, so that roots of it may be taken apart and put together."""
+    return all(p == 2.0 for _, p in item.body)
 
 
 def number(value: Any) -> Polynomial:

@@ -72,7 +72,8 @@ def row_count(window: Window, found: Anchor) -> int:
     rows = window.shape(found.index if found.index is not None else found.pool)[0]
     shape = window.shape(found.value)
     expected = (rows, *window.shape(found.pool)[1:])
-    if shape != expected:
+    dropped = len(expected) - len(shape)  # a setitem of one row drops its dimension
+    if shape != expected[dropped:] or any(size != 1 for size in expected[:dropped]):
         sizes = tuple(found.value.meta["val"].shape)
         raise RefusalError(Reason.ROWS_MISMATCH, found.value, f"the written value is {sizes}")
     return rows
