@@ -102,6 +102,20 @@ def first_slot(default: int) -> ScalarArg:
     )
 
 
+def conv_state(window: str, moved: str) -> TensorArg:
+    """Declare the pool of convolution windows: their width, and how many of them a call moves."""
+    return TensorArg(
+        "conv_state",
+        (f"S, 3*H*D, {window}",),
+        ("activation",),
+        Layout.WINDOW,
+        "pool of convolution windows, oldest column first",
+        role=Role.UPDATE,
+        reads=f"{moved}, 3*H*D, 3",
+        writes=f"{moved}, 3*H*D, {window}",
+    )
+
+
 def fused_arguments(rows: str, window: str) -> tuple[TensorArg | ScalarArg, ...]:
     """Declare what both fused operators take before their keywords, without state_indices."""
     state_slots = "B" if rows == "B" else "N"
@@ -124,16 +138,7 @@ def fused_arguments(rows: str, window: str) -> tuple[TensorArg | ScalarArg, ...]
             "token",
             reads="3, 4, H*D",
         ),
-        TensorArg(
-            "conv_state",
-            (f"S, 3*H*D, {window}",),
-            ("activation",),
-            Layout.WINDOW,
-            "pool of convolution windows, oldest column first",
-            role=Role.UPDATE,
-            reads=f"{state_slots}, 3*H*D, 3",
-            writes=f"{state_slots}, 3*H*D, {window}",
-        ),
+        conv_state(window, state_slots),
         *gates(rows),
         A_LOG,
         DT_BIAS,
