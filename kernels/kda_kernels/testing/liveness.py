@@ -42,7 +42,7 @@ def footprint(operator: Operator, values: dict[str, Any]) -> Footprint:
     slots, first_slot = values["state"].shape[0], values["first_slot"]
     found = Footprint()
     if "query_start_loc" in values:
-        for start, length, indices, source in _sequences(values):
+        for start, length, indices, source in sequences(values):
             line = [live_slot(index, slots, first_slot) for index in indices]
             window, state = line[0], line[source]
             if length <= 0 or window is None or state is None:
@@ -69,7 +69,7 @@ def footprint(operator: Operator, values: dict[str, Any]) -> Footprint:
     return found
 
 
-def _sequences(values: dict[str, Any]) -> list[tuple[int, int, list[int], int]]:
+def sequences(values: dict[str, Any]) -> list[tuple[int, int, list[int], int]]:
     """Return (first row, tokens, slot indices, column of the source) of every sequence."""
     rows = values["x"].shape[0]
     bounds = [min(max(bound, 0), rows) for bound in values["query_start_loc"].tolist()]
