@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kda_kernels.contract.check import Facts, validate
 from kda_kernels.contract.signature import key, overload_arguments, parameters
-from kda_kernels.contract.spec import Operator, Role
+from kda_kernels.contract.spec import Operator, Role, TensorArg
 from kda_kernels.errors import UnsupportedError
 from kda_kernels.fused_decode.contract import CONTRACT as FUSED_DECODE
 from kda_kernels.packed_decode.contract import CONTRACT as PACKED_DECODE
@@ -65,6 +65,7 @@ class Launcher:
             "find": self._plans[out].get,
             "choose": functools.partial(self._choose, out),
             "grad_enabled": torch.is_grad_enabled,
+            "inference_enabled": torch.is_inference_mode_enabled,
             "written": torch.autograd.graph.increment_version,
             "empty": torch.empty_strided,
         }
@@ -88,6 +89,7 @@ class Launcher:
         """Validate a new signature, find its kernel and keep the plan."""
         given, output = (arguments[:-1], arguments[-1]) if out else (arguments, None)
         facts = self.facts(*given, output=output)
+        _writable(self.operator, given)
         if facts.device.type != "cpu":
             first = self.operator.tensors[0].name
             rule = "on cpu (this version has no CUDA kernels)"
@@ -106,12 +108,21 @@ class Launcher:
         return plan
 
 
+def _writable(operator: Operator, arguments: tuple[Any, ...]) -> None:
+    """Let torch raise its own error where a pool made in inference mode is used outside of it."""
+    if torch.is_inference_mode_enabled():
+        return
+    for argument, value in zip(operator.arguments, arguments, strict=False):
+        if isinstance(argument, TensorArg) and argument.role is Role.UPDATE:
+            if value.is_inference():
+                value[:0].zero_()
+
+
 def _source(operator: Operator, *, out: bool) -> str:
     """Return the source of an overload: key, plan, output, kernel.
 
     Versions of what is written are counted up, as torch's own in-place operators do, so that
-    autograd notices a saved pool that has changed (and refuses a pool made in inference mode
-    outside of it) before the kernel runs.
+    autograd notices a saved tensor that has changed.
     """
     passed = ", ".join(argument.name for argument in overload_arguments(operator, out=out))
     kernel = ", ".join([argument.name for argument in operator.abi] + [operator.output.name])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_kernels.contract.layout import lies_as, misalignment
+from kda_kernels.contract.layout import lies_as, misalignment, number
 from kda_kernels.contract.spec import (
     ACTIVATION,
     Extent,
@@ -184,7 +184,8 @@ class _Check:
             return
         rows, slots = self.dims["B"], self.dims["S"]
         if rows > slots:
-            rule = f"a tensor when there are more rows than slots ({rows} > {slots})"
+            more = f"{number(rows)} > {number(slots)}"
+            rule = f"a tensor when there are more rows than slots ({more})"
             raise self._illegal("state_indices", rule, "None", self._source((("B", "S"),)))
 
     def no_gradient(self, values: dict[str, Any], output: Tensor | None) -> None:
@@ -202,7 +203,7 @@ class _Check:
         if argument.any_shape:
             count = argument.extents[0][0].value(self.dims)
             if tensor.numel() != count:
-                rule = f"any shape of {argument.shapes[0]} = {count} elements"
+                rule = f"any shape of {argument.shapes[0]} = {number(count)} elements"
                 raise self._illegal(
                     argument.name, rule, _shape(tensor.shape), self._source(argument.extents)
                 )
@@ -256,7 +257,7 @@ class _Check:
         """Say which argument fixed each symbol of a shape."""
         symbols = {e if isinstance(e, str) else e.symbol for extents in spellings for e in extents}
         return ", ".join(
-            f"{symbol} = {self.dims[symbol]} from {name}"
+            f"{symbol} = {number(self.dims[symbol])} from {name}"
             for symbol, (name, _, _) in self.operator.dims.items()
             if symbol in symbols
         )
@@ -275,7 +276,7 @@ def _rule(argument: ScalarArg) -> str:
 
 def _shape(sizes: Any) -> str:  # noqa: ANN401
     """Print sizes or strides."""
-    return "[" + ", ".join(str(size) for size in sizes) + "]"
+    return "[" + ", ".join(number(size) for size in sizes) + "]"
 
 
 def _name(dtype: torch.dtype) -> str:

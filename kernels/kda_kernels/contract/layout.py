@@ -44,10 +44,24 @@ def misalignment(layout: Layout, tensor: Tensor) -> str:
     """Return how a pool breaks its layout's alignment, or an empty string."""
     unit, size = ALIGNMENT[layout], tensor.element_size()
     if tensor.shape[0] > 1 and (tensor.stride(0) * size) % unit != 0:
-        return f"a slot stride of {tensor.stride(0)} elements of {size} bytes"
-    if has_address(tensor) and tensor.data_ptr() % unit != 0:
-        return f"a pool that starts {tensor.data_ptr() % unit} bytes past a multiple of {unit}"
+        return f"a slot stride of {number(tensor.stride(0))} elements of {size} bytes"
+    # Fake and meta tensors have no address; torch's allocators align far beyond the unit, so there
+    # the offset into the storage tells what the address would.
+    start = tensor.data_ptr() if has_address(tensor) else tensor.storage_offset() * size
+    if start % unit != 0:
+        return f"a pool that starts {number(start % unit)} bytes past a multiple of {unit}"
     return ""
+
+
+def number(size: Any) -> str:  # noqa: ANN401 - int or SymInt
+    """Print a size for an error: a traced call that fails says the numbers of the eager call.
+
+    Asking a symbolic size for its value specialises the trace, which is given up anyway.
+    """
+    try:
+        return str(int(size))
+    except Exception:  # a size that depends on data has no value yet
+        return str(size)
 
 
 def compact(sizes: Sequence[Any]) -> tuple[Any, ...]:

@@ -28,11 +28,10 @@ def key(operator: Operator, *, out: bool) -> str:
     """Return the tuple expression of a call's key over the overload's parameter names."""
     arguments = overload_arguments(operator, out=out)
     parts = [_facts(a) if isinstance(a, TensorArg) else a.name for a in arguments]
-    output = [operator.output.name] if out else []
-    parts += [_metadata(name) for name in output]
-    wants = [_wants_gradient(a) for a in arguments if isinstance(a, TensorArg)]
-    wants += [f"{name}.requires_grad" for name in output]
-    parts.append(f"grad_enabled() and ({' or '.join(filter(None, wants))})")
+    wanted = [f"{operator.output.name}.requires_grad"] if out else []
+    parts += [_metadata(operator.output.name)] if out else []
+    pools = [a.name for a in operator.tensors if a.role is Role.UPDATE]
+    parts.append(_objections([*filter(None, map(_wants_gradient, arguments)), *wanted], pools))
     return f"({', '.join(parts)})"
 
 
@@ -57,9 +56,22 @@ def _facts(argument: TensorArg) -> str:
     return _metadata(name) + aligned
 
 
-def _wants_gradient(argument: TensorArg) -> str:
-    """Write the question whether a tensor requires grad; indices never do."""
-    if all(dtype.startswith("int") for dtype in argument.dtypes):
+def _wants_gradient(argument: TensorArg | ScalarArg) -> str:
+    """Write the question whether an argument requires grad; scalars and indices never do."""
+    if isinstance(argument, ScalarArg) or all(d.startswith("int") for d in argument.dtypes):
         return ""
     asked = f"{argument.name}.requires_grad"
     return f"({argument.name} is not None and {asked})" if argument.optional else asked
+
+
+def _objections(wants: list[str], pools: list[str]) -> str:
+    """Write the question whether autograd objects: a key that answers yes is never kept.
+
+    It does to an argument that requires grad under grad mode, and to writing a pool that was made
+    in inference mode outside of it.
+    """
+    inference = " or ".join(f"{pool}.is_inference()" for pool in pools)
+    return (
+        f"(grad_enabled() and ({' or '.join(wants)})) "
+        f"or (({inference}) and not inference_enabled())"
+    )
