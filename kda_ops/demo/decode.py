@@ -6,6 +6,7 @@ Lives here: texts and tokens, the decode loop, the comparison with its budget. N
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def decode_text(tokens: Tensor) -> str:
 
 @dataclass(frozen=True)
 class Batch:
-    """Texts to go on with: tokens [B, longest], zero behind a text's end; lengths [B]; slots [B]."""
+    """Texts to go on with: tokens [B, longest], zeros behind their ends; lengths and slots [B]."""
 
     tokens: Tensor
     lengths: Tensor
@@ -67,19 +68,18 @@ class Decoded:
     """What one way of running the model gave.
 
     `tokens` [positions, B] are those chosen after each position, `logits` [positions, B, V] what
-    they were chosen by, `pools` the pools afterwards; times are seconds.
+    they were chosen by, `pools` the pools afterwards, `seconds` what each position took.
     """
 
     tokens: Tensor
     logits: Tensor
     pools: Mapping[str, Tensor]
-    first_call: float
-    seconds: float
+    seconds: tuple[float, ...]
 
     @property
     def tokens_per_second(self) -> float:
-        """Rows times positions over the time of the loop; the first call is not in it."""
-        return self.tokens.numel() / self.seconds
+        """Rows over the median time of a position: other work on the machine hardly shows."""
+        return self.tokens.shape[1] / statistics.median(self.seconds)
 
 
 def decode(
@@ -95,7 +95,7 @@ def decode(
     """Run every text through the model, one token at a time, and go on greedily behind its end.
 
     Args:
-        step: the model or a compiled form of it.
+        step: the model or a compiled form of it, called before: compiling is not to be timed.
         model: owns the pools that `step` moves on.
         batch: the texts and their slots.
         positions: tokens to run, prompt included.
@@ -104,25 +104,19 @@ def decode(
         forced: tokens [positions, B] to choose instead of the greedy ones.
     """
     restore(model, pools)
-    progress.note("first call")
-    started = time.perf_counter()
-    step(batch.tokens[:, 0], batch.slots)
-    synchronize(batch.tokens.device)
-    first_call = time.perf_counter() - started
-
-    restore(model, pools)
     chosen: list[Tensor] = []
     logits: list[Tensor] = []
-    started = time.perf_counter()
+    seconds: list[float] = []
     for position in range(positions):
+        started = time.perf_counter()
         scores = step(tokens_at(batch, position, chosen), batch.slots)
         chosen.append(scores.argmax(-1) if forced is None else forced[position])
+        synchronize(batch.tokens.device)
+        seconds.append(time.perf_counter() - started)
         logits.append(scores)
         progress.step()
-    synchronize(batch.tokens.device)
-    seconds = time.perf_counter() - started
     after = {name: pool.clone() for name, pool in model.named_buffers()}
-    return Decoded(torch.stack(chosen), torch.stack(logits), after, first_call, seconds)
+    return Decoded(torch.stack(chosen), torch.stack(logits), after, tuple(seconds))
 
 
 def tokens_at(batch: Batch, position: int, chosen: list[Tensor]) -> Tensor:

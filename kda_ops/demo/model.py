@@ -1,8 +1,8 @@
 """A small Kimi-Linear-style language model in plain PyTorch, decoding one token a row.
 
 Nothing here knows of kda_ops: this is how a model is written before anyone thinks of kernels.
-Sequences live in slots of two pools per layer: `state`, the delta-rule memory, and `window`, the last
-inputs of the short convolution. Running it is decode.py's business.
+Sequences live in slots of two pools per layer: `state`, the delta-rule memory, and `window`, the
+last inputs of the short convolution. Running it is decode.py's business.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ class DeltaAttention(nn.Module):
         super().__init__()
         width = heads * D
         self.heads = heads
-        self.sizes = (3 * width, width, width, heads)  # q, k, v | decay | output gate | write strength
+        self.sizes = (
+            3 * width,
+            width,
+            width,
+            heads,
+        )  # q, k, v | decay | output gate | write strength
         self.project = nn.Linear(hidden, sum(self.sizes), bias=False)
         self.conv = nn.Parameter(torch.randn(3 * width, 4) / 2)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
@@ -35,6 +40,7 @@ class DeltaAttention(nn.Module):
         self.register_buffer("window", torch.zeros(slots, 3 * width, 3))
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """Move the rows' slots on by one token."""
         heads = (-1, self.heads, D)
         qkv, decay, gate, beta = self.project(x).split(self.sizes, dim=-1)
 
@@ -51,7 +57,7 @@ class DeltaAttention(nn.Module):
         keep = torch.exp(-self.A_log.exp()[:, None] * F.softplus(a))
         beta = torch.sigmoid(beta)
 
-        # Delta rule on the memory [B, H, K, V]: fade it, correct what it says about k, ask it for q.
+        # Delta rule on the memory [B, H, K, V]: fade it, correct what it says of k, ask it for q.
         S = self.state[slots].to(v.dtype) * keep[..., None]
         u = beta[..., None] * (v - (S * k[..., None]).sum(-2))
         S = S + k[..., None] * u[..., None, :]
@@ -76,6 +82,7 @@ class GatedMLP(nn.Module):
         self.down = nn.Linear(2 * hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Open a gate on twice the width."""
         gate, value = self.up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * value)
 
@@ -91,6 +98,7 @@ class Layer(nn.Module):
         self.mlp = GatedMLP(hidden)
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """Mix along the sequence, then along the channels."""
         x = x + self.attention(self.norm_attention(x), slots)
         return x + self.mlp(self.norm_mlp(x))
 
@@ -110,13 +118,12 @@ class DeltaLM(nn.Module):
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, hidden)
-        self.layers = nn.ModuleList(
-            Layer(hidden, heads, slots, state_dtype) for _ in range(layers)
-        )
+        self.layers = nn.ModuleList(Layer(hidden, heads, slots, state_dtype) for _ in range(layers))
         self.norm = nn.RMSNorm(hidden)
         self.head = nn.Linear(hidden, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Say how likely every token is to come next."""
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, slots)

@@ -19,7 +19,7 @@ class Progress:
 
     Args:
         label: what is running, shown in front of the bar.
-        total: number of steps, at least 1.
+        total: number of steps; 0 where they cannot be counted: then only the label is shown.
         stream: where to draw; nothing is drawn unless it is a terminal.
     """
 
@@ -32,7 +32,7 @@ class Progress:
         self._drawn_at = 0.0
 
     def __enter__(self) -> Progress:
-        self._draw("compiling" if self.total == 0 else "")
+        self._draw()
         return self
 
     def step(self) -> None:
@@ -41,21 +41,19 @@ class Progress:
         if self.visible and time.monotonic() - self._drawn_at > _SECONDS_BETWEEN_FRAMES:
             self._draw()
 
-    def note(self, text: str) -> None:
-        """Show a word in place of the count, until the next step."""
-        self._draw(text)
-
     def __exit__(self, *exc: object) -> None:
         if self.visible:
             self.stream.write("\r\x1b[K")
             self.stream.flush()
 
-    def _draw(self, text: str = "") -> None:
+    def _draw(self) -> None:
         if not self.visible:
             return
         self._drawn_at = time.monotonic()
-        cells = _CELLS * self.done // max(1, self.total)
-        bar = "█" * cells + "░" * (_CELLS - cells)
-        text = text or f"{self.done}/{self.total}"
-        self.stream.write(f"\r\x1b[K  {self.label:<16} {bar} {text}")
+        text = f"  {self.label} …"
+        if self.total:
+            cells = _CELLS * self.done // self.total
+            bar = "█" * cells + "░" * (_CELLS - cells)
+            text = f"  {self.label:<26} {bar} {self.done}/{self.total}"
+        self.stream.write(f"\r\x1b[K{text}")
         self.stream.flush()

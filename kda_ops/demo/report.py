@@ -1,6 +1,6 @@
 """What the demo prints, as functions from results to lines of text.
 
-Nothing is computed or decided here, and nothing is printed: command.py writes the lines.
+Nothing is computed or decided here.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
+
+from kda_ops.demo.comparison import REWRITTEN, Comparison, Setting
 from kda_ops.demo.decode import Decoded, Difference
 from kda_ops.demo.rewrite import Compilation, Operation
 from kda_ops.passes import Finding
@@ -27,7 +30,8 @@ def region(operations: Sequence[Operation]) -> Iterator[str]:
         )
     for (_, number, code), targets in sorted(lines.items()):
         short = code if len(code) <= _CODE_WIDTH else code[: _CODE_WIDTH - 1] + "…"
-        yield f"    {number:4}  {short:<{_CODE_WIDTH}}  {counted(targets)}".rstrip()
+        if operations_there := counted(targets):
+            yield f"    {number:4}  {short:<{_CODE_WIDTH}}  {operations_there}"
 
 
 def counted(targets: Iterable[str]) -> str:
@@ -37,29 +41,62 @@ def counted(targets: Iterable[str]) -> str:
 
 
 def operator(finding: Finding) -> Iterator[str]:
-    """The call that a step became, with what its arguments are."""
+    """The call that a step became; the constants are those found in the graph."""
     arguments = finding.arguments
-    yield f"          {finding.operator}("
-    tensors = ("mixed_qkv", "raw_gate", "raw_beta", "A_log", "dt_bias", "state_indices")
-    yield "            " + ", ".join(f"{name}={arguments[name]}" for name in tensors) + ","
-    yield f"            state={arguments['state']} (the pool itself, updated in place),"
-    words = ("scale", "lower_bound", "state_layout", "output_dtype")
-    yield "            " + ", ".join(f"{name}={arguments[name]}" for name in words) + ")"
+    yield f"          {finding.operator}(mixed_qkv, raw_gate, raw_beta, A_log, dt_bias, state,"
+    gate = arguments["lower_bound"]
+    gate = "lower_bound=None" if gate == "softplus" else f"lower_bound={gate}"
+    yield (
+        f"              state_indices, scale={arguments['scale']}, {gate}, "
+        f'first_slot={arguments["first_slot"]}, state_layout="{arguments["state_layout"]}")'
+    )
+    yield "          on the pool itself: each state is read once and written once, in place"
 
 
-def rewrite(compiled: Compilation, layers: int) -> Iterator[str]:
-    """What the pass did: the first step before and after, then a line for each place."""
+def opening(setting: Setting, why: str) -> Iterator[str]:
+    """What is about to run, and where."""
+    sizes = setting.sizes
+    state = 2 * sizes.layers * sizes.rows * sizes.heads * 128 * 128 * sizes.state_dtype.itemsize
+    weights = sum(p.numel() * p.element_size() for p in setting.model.parameters())
+    threads = f", {torch.get_num_threads()} threads" if sizes.device.type == "cpu" else ""
+    yield (
+        f"A language model of {sizes.layers} layers of Kimi delta attention, {sizes.heads} heads, "
+        "in plain PyTorch"
+    )
+    yield f"  on {sizes.device} ({why}){threads}"
+    yield (
+        f"  {sizes.rows} sequences in pools of {sizes.slots} slots, states kept in "
+        f"{str(sizes.state_dtype).removeprefix('torch.')}"
+    )
+    yield (
+        f"  a position moves {state / 2**20:.1f} MiB of state, read and written once, and reads "
+        f"{weights / 2**20:.1f} MiB of weights"
+    )
+    yield ""
+
+
+def finished(name: str, decoded: Decoded, compiled: Compilation) -> Iterator[str]:
+    """One way of decoding has ended."""
+    compiling = f"compiled in {compiled.seconds:.1f} s, " if compiled.code else ""
+    positions = decoded.tokens.shape[0]
+    yield f"  {name:<26}{compiling}{positions} positions in {sum(decoded.seconds):.1f} s"
+
+
+def rewrite(compiled: Compilation, layers: int, *, every: bool = False) -> Iterator[str]:
+    """What the pass did: a step before and after, and why others were left as they are."""
     yield f"Rewritten: {compiled.rewritten} of {layers} layers"
     fused = [finding for finding in compiled.findings if finding.operator]
-    if fused and compiled.folded_by_step:
-        step = compiled.folded_by_step[0]
+    pairs = list(zip(compiled.folded_by_step, fused, strict=False))
+    for step, finding in pairs if every else pairs[:1]:
         file = next((operation.file for operation in step if operation.file), "the model")
         yield ""
-        yield f"  before  {len(step)} operations a layer, from {file}:"
+        yield f"  before  {len(step)} operations, from {file}:"
         yield from region(step)
         yield ""
-        yield "  after   1 operation a layer:"
-        yield from operator(fused[0])
+        yield "  after   1 operation:"
+        yield from operator(finding)
+    if len(pairs) > 1 and not every:
+        yield f"  (shown: the first layer; --verbose shows all {len(pairs)})"
     for finding in compiled.findings:
         if finding.operator is None:
             yield from refusal(finding)
@@ -75,13 +112,13 @@ def refusal(finding: Finding) -> Iterator[str]:
     yield f"    advice: {finding.reason.advice}"
 
 
-def speeds(ways: Sequence[tuple[str, Decoded, Compilation | None]]) -> Iterator[str]:
+def speeds(ways: Sequence[tuple[str, Decoded, Compilation]]) -> Iterator[str]:
     """A table of tokens per second, against the first way."""
     yield f"  {'':<26}{'tokens/s':>10}{'speed-up':>10}{'first call':>13}"
     base = ways[0][1].tokens_per_second
     for name, decoded, compilation in ways:
         rate = decoded.tokens_per_second
-        first = f"{compilation.seconds:.1f} s" if compilation and compilation.code else "–"
+        first = f"{compilation.seconds:.1f} s"
         yield f"  {name:<26}{rate:>10.0f}{rate / base:>9.1f}×{first:>13}"
 
 
@@ -92,9 +129,7 @@ def differences(
     yield f"  {'':<26}{'from float64':^22}{'from eager':^22}{'greedy':>8}"
     yield f"  {'':<26}{'logits':>11}{'pools':>11}{'logits':>11}{'pools':>11}{'tokens':>8}"
     for name, exact, eager, tokens in rows:
-        other = (
-            f"{eager.logits:>11.1e}{eager.pools:>11.1e}" if eager else f"{'–':>11}{'–':>11}"
-        )
+        other = f"{eager.logits:>11.1e}{eager.pools:>11.1e}" if eager else f"{'–':>11}{'–':>11}"
         yield f"  {name:<26}{exact.logits:>11.1e}{exact.pools:>11.1e}{other}{tokens:>8}".rstrip()
     yield f"  {'budget':<26}{budget.logits:>11.1e}{budget.pools:>11.1e}"
 
@@ -105,3 +140,21 @@ def texts(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     width = max((len(prompt) for prompt, _ in pairs), default=0)
     for prompt, continuation in pairs:
         yield f"  {prompt:<{width}} │ {continuation}"
+
+
+def verdict(faults: Sequence[str], comparison: Comparison) -> Iterator[str]:
+    """The last lines: all is well, or what is not."""
+    if faults:
+        yield from (f"FAULT: {fault}" for fault in faults)
+        return
+    layers = comparison.setting.sizes.layers
+    tokens = comparison.decoded[REWRITTEN].tokens.numel()
+    yield (
+        f"OK: {layers} of {layers} layers rewritten, no pool copied, {tokens} tokens equal in all "
+        "three, differences within the budget"
+    )
+
+
+def say(lines: Iterable[str]) -> None:
+    """Print lines at once, also into a pipe."""
+    print("\n".join(lines), flush=True)

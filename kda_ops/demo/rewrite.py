@@ -38,7 +38,8 @@ class Operation:
     @classmethod
     def of(cls, node: Node) -> Operation:
         """Read a node and the innermost line of its stack trace."""
-        target = getattr(node.target, "_opname", None) or getattr(node.target, "__name__", "?")
+        named = getattr(node.target, "_opname", None) or getattr(node.target, "__name__", None)
+        target = str(named or node.target)
         inputs = tuple(source.name for source in node.all_input_nodes)
         trace = node.meta.get("stack_trace") or ""
         frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', trace)
