@@ -8,6 +8,7 @@ certificate, rewrite, manager.
 
 from __future__ import annotations
 
+from kda_ops.passes.explain import Report, explain
 from kda_ops.passes.manager import Finding, KdaPass, Options, observing, rewrite_graph
 from kda_ops.passes.reasons import Reason
 from kda_ops.passes.switch import disable, enable, enabled, inductor_options
@@ -17,9 +18,11 @@ __all__ = [
     "KdaPass",
     "Options",
     "Reason",
+    "Report",
     "disable",
     "enable",
     "enabled",
+    "explain",
     "inductor_options",
     "observing",
     "rewrite_graph",

@@ -14,9 +14,9 @@ import torch
 from torch.fx import Node
 
 from kda_ops.passes.affine import flatten
-from kda_ops.passes.delta_rule import HEAD, ROW
+from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import Term, Window
+from kda_ops.passes.terms import ROW, Term, Window
 
 aten = torch.ops.aten
 D = 128

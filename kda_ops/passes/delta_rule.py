@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from kda_ops.passes.affine import Affine, Index, axis, split
+from kda_ops.passes.affine import Index, axis, flatten, split
 from kda_ops.passes.algebra import (
     ONE,
     Contraction,
@@ -31,11 +31,11 @@ from kda_ops.passes.algebra import (
 )
 from kda_ops.passes.expression import Reader
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import CASTS, Term, Window
+from kda_ops.passes.terms import CASTS, ROW, Term, Window
 
 aten = torch.ops.aten
 
-ROW, HEAD, FIRST, SECOND, INNER = "b", "h", "x", "y", "s"
+HEAD, FIRST, SECOND, INNER = "h", "x", "y", "s"
 L2_EPS = 1e-6
 CLAMPS = frozenset(
     {aten.clamp_min.default, aten.maximum.default, aten.clamp.default, aten.add.Tensor}
@@ -184,16 +184,15 @@ def squared_norm(reader: Reader, value: Value) -> tuple[Value, float] | None:
     return factor, float(eps)
 
 
+def output_index(window: Window, node: Node, update: Update, index: Index) -> Index | None:
+    """Return the index of an output's element in a node that holds them in order, else None."""
+    position = flatten((*index[:2], axis(update.value_axis)), (1, window.sizes[HEAD], 128))
+    return split(position, window.shape(node), window.sizes)
+
+
 def read_output(reader: Reader, node: Node, update: Update, index: Index) -> Output | None:
     """Compare a node with scale * S'' q / |q|, or return None where it is another function."""
-    flat = Affine(0, ())
-    for entry, stride in zip(
-        (index[0], index[1], axis(update.value_axis)),
-        (reader.window.sizes[HEAD] * 128, 128, 1),
-        strict=True,
-    ):
-        flat = flat + entry.scaled(stride)
-    position = split(flat, reader.window.shape(node), reader.window.sizes)
+    position = output_index(reader.window, node, update, index)
     if position is None:
         return None
     terms = reader.polynomial(node, position)

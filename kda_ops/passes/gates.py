@@ -14,10 +14,10 @@ import torch
 from torch.fx import Node
 
 from kda_ops.passes.algebra import Product, Value
-from kda_ops.passes.delta_rule import HEAD, ROW
+from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.expression import Reader
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import Term
+from kda_ops.passes.terms import ROW, Term
 
 aten = torch.ops.aten
 SOFTPLUS_THRESHOLD = 20.0

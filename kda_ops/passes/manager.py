@@ -62,6 +62,7 @@ class Finding:
     reason: Reason | None = None
     detail: str = ""
     static_pool: bool | None = None
+    pool_shape: tuple[int, ...] = ()
 
 
 class KdaPass(CustomGraphPass):
@@ -156,7 +157,8 @@ def erase_assertions(graph: Graph) -> bool:
 def try_step(write: Node, graph: Graph, options: Options) -> Finding:
     """Match, certify and replace one step; a failure of any kind is a refusal."""
     pool = write.args[0]
-    base = Finding(write.name, source_line(write), getattr(pool, "name", str(pool)))
+    shape = tuple(s if isinstance(s, int) else -1 for s in pool.meta["val"].shape)  # type: ignore[union-attr]
+    base = Finding(write.name, source_line(write), pool.name, pool_shape=shape)  # type: ignore[union-attr]
     try:
         step = match(anchor(write), graph)
         if options.certify:

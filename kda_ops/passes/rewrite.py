@@ -16,9 +16,8 @@ from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
 from kda_ops.passes.anchors import functionalized
-from kda_ops.passes.delta_rule import ROW
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.step import Step, inputs_of
+from kda_ops.passes.step import Step
 
 aten = torch.ops.aten
 
@@ -177,5 +176,3 @@ def erase(graph: Graph, nodes: Iterable[Node]) -> None:
         graph.erase_node(node)
         pending += [s for s in sources if not s.users]
 
-
-__all__ = ["ROW", "inputs_of", "splice"]

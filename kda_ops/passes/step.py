@@ -17,9 +17,9 @@ from kda_ops.passes.anchors import Anchor, flows
 from kda_ops.passes.arguments import D, Access, Arguments, access, check_dtypes, common_dtype
 from kda_ops.passes.delta_rule import (
     HEAD,
-    ROW,
     Output,
     Update,
+    output_index,
     read_output,
     read_update,
     state_index,
@@ -27,7 +27,7 @@ from kda_ops.passes.delta_rule import (
 from kda_ops.passes.expression import PRODUCTS, Reader
 from kda_ops.passes.gates import Gate, read_beta, read_gate
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import CASTS, Term, Window, is_view
+from kda_ops.passes.terms import CASTS, ROW, Term, Window, is_view
 
 aten = torch.ops.aten
 
@@ -62,6 +62,8 @@ def match(found: Anchor, graph: Graph) -> Step:
     output = find_output(reader, found, update, index, graph)
     arguments = lay_out(window, found, update, gate, beta, output)
     node, dtype, activation = result(output.node, arguments)
+    if (position := output_index(window, node, update, index)) is not None:
+        window.resolve(node, position)
     region = region_of(graph, arguments, (node, found.write))
     check_users(region, node, found, arguments)
     return Step(found, arguments, window, node, dtype, activation, region)

@@ -53,6 +53,7 @@ AXIS_MOVES = frozenset(
         aten.cat.default,
     }
 )
+ROW = "b"  # the axis of rows: the first of a step's axes
 EXACT = {
     torch.bfloat16: {torch.float32},
     torch.float16: {torch.float32},
@@ -73,10 +74,15 @@ class Term:
 
 @dataclass
 class Window:
-    """Sizes of the tensors and axes that one attempt at a match talks about."""
+    """Sizes of the tensors and axes that one attempt at a match talks about.
+
+    ``rows_in`` keeps which dimensions of each visited node run over the rows of the step, so that
+    the certificate can run the same nodes with fewer rows.
+    """
 
     sizes: dict[str, int] = field(default_factory=dict)
     symbols: dict[Any, int] = field(default_factory=dict)
+    rows_in: dict[Node, set[int]] = field(default_factory=dict)
     _shapes: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     _fresh: int = 0
 
@@ -108,9 +114,15 @@ class Window:
 
     def resolve(self, node: Node, index: Index) -> Term:
         """Look through views and exact casts to the node that computes the element."""
+        self._visit(node, index)
         while (step := self._through(node, index)) is not None:
             node, index = step
+            self._visit(node, index)
         return Term(node, index)
+
+    def _visit(self, node: Node, index: Index) -> None:
+        dims = {d for d, entry in enumerate(index) if ROW in entry.axes}
+        self.rows_in.setdefault(node, set()).update(dims)
 
     def broadcast(self, node: Node, index: Index) -> Index:
         """Return the index of an operand whose result is indexed by ``index``."""

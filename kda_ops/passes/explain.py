@@ -1,0 +1,170 @@
+"""``kda_ops.explain``: what the pass makes of a model, and why, as text and as data.
+
+Lives here: compiling a model once on copies of its inputs with an observer in the pass, and reading
+the generated code for copies of pools. Not here: any decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor.graph import GraphLowering
+from torch.fx import Graph
+
+from kda_ops.passes.backend import kda
+from kda_ops.passes.manager import Finding, observing
+
+_ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]+)\)")
+
+
+@dataclass
+class Report:
+    """What :func:`explain` found.
+
+    Attributes:
+        findings: one :class:`kda_ops.passes.Finding` for every place that looks like a step.
+        graphs: how many graphs Dynamo made of the model.
+        cloned_pools: shapes of pools that the generated code allocates again, or None where no code
+            was seen.
+        cuda_graph_skips: pools, by node, that keep CUDA graphs from capturing.
+        code: the generated code, one text a graph.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    graphs: int = 0
+    cloned_pools: list[tuple[int, ...]] | None = None
+    cuda_graph_skips: list[str] = field(default_factory=list)
+    code: list[str] = field(default_factory=list)
+
+    @property
+    def fused(self) -> list[Finding]:
+        """The steps that were fused."""
+        return [finding for finding in self.findings if finding.reason is None]
+
+    @property
+    def refused(self) -> list[Finding]:
+        """The places that were left as they are."""
+        return [finding for finding in self.findings if finding.reason is not None]
+
+    def __str__(self) -> str:
+        places = f"{len(self.findings)} place{'s' * (len(self.findings) != 1)}"
+        graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
+        lines = [f"{places} in {graphs}: {len(self.fused)} fused, {len(self.refused)} refused"]
+        if not self.findings:
+            lines.append("Nothing here reads a state, applies it and writes it back.")
+        for number, finding in enumerate(self.findings, 1):
+            lines += ["", *described(number, finding)]
+        if self.findings:
+            lines += ["", *self._memory()]
+        return "\n".join(lines)
+
+    def _memory(self) -> list[str]:
+        """Say what happens to the pools outside of the steps."""
+        if self.cloned_pools is None:
+            lines = ["pools: no generated code to look at"]
+        elif self.cloned_pools:
+            shapes = ", ".join(str(list(shape)) for shape in self.cloned_pools)
+            lines = [f"pools: Inductor allocates {shapes} again, a copy of a whole pool"]
+        else:
+            lines = ["pools: updated in place, none is copied"]
+        if self.cuda_graph_skips:
+            names = ", ".join(self.cuda_graph_skips)
+            lines.append(f"CUDA graphs: skipped, because {names} is mutated and not at a fixed")
+            lines.append("  address: register it as a buffer, or torch._dynamo.mark_static_address")
+        else:
+            lines.append("CUDA graphs: no pool stands in their way")
+        return lines
+
+
+def described(number: int, finding: Finding) -> list[str]:
+    """Return one finding as lines."""
+    place = finding.source or f"node {finding.node}"
+    if finding.reason is None:
+        lines = [f"[{number}] fused into {finding.operator}", f"    at      {place}"]
+        arguments = ", ".join(f"{k}={v}" for k, v in finding.arguments.items())
+        wrapped = textwrap.wrap(arguments, 88)
+        return [*lines, *(("    with    " if not i else "            ") + w
+                          for i, w in enumerate(wrapped))]
+    detail = f" ({finding.detail})" if finding.detail else ""
+    return [
+        f"[{number}] not fused: {finding.reason.name}",
+        f"    at      {place}",
+        f"    node    {finding.node}, state {finding.pool}",
+        f"    why     {finding.reason.sentence}{detail}",
+        f"    change  {finding.reason.advice}",
+    ]
+
+
+def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
+    """Compile a model once and say what the pass did with each place that looks like a step.
+
+    The model is compiled without caches, and the compiled code runs on copies of all tensors, so
+    no state advances.
+
+    Args:
+        model: a module or function, as one would give it to ``torch.compile``.
+        *inputs: arguments of one decode step.
+        **keywords: keyword arguments of it.
+
+    Returns:
+        A report: ``str(report)`` to read, ``report.findings`` and the other attributes to use.
+    """
+    report = Report()
+
+    def observe(graph: Graph, findings: list[Finding]) -> None:
+        report.findings += findings
+        names = [f.pool for f in findings if f.reason is None and f.static_pool is False]
+        report.cuda_graph_skips += names
+
+    def compile_on_copies(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Any:
+        report.graphs += 1
+        compiled = kda(graph, example)
+        return lambda *arguments: compiled(*(copied(a) for a in arguments))
+
+    keep = GraphLowering.save_output_code
+
+    def save(code: str) -> None:
+        report.code.append(code)
+        if keep is not None:
+            keep(code)
+
+    with contextlib.ExitStack() as block:
+        # A hit in a cache would skip the pass.
+        block.enter_context(torch._inductor.config.patch(fx_graph_cache=False))
+        block.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        block.enter_context(mock.patch.object(GraphLowering, "save_output_code", save))
+        block.enter_context(observing(observe))
+        block.enter_context(torch.no_grad())
+        torch.compile(model, backend=compile_on_copies)(*inputs, **keywords)
+    report.cloned_pools = clones(report)
+    return report
+
+
+def copied(argument: Any) -> Any:
+    """Return a copy of a tensor, with its strides."""
+    if not isinstance(argument, torch.Tensor):
+        return argument
+    copy = torch.empty_strided(
+        argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device
+    )
+    return copy.copy_(argument)
+
+
+def clones(report: Report) -> list[tuple[int, ...]] | None:
+    """Return the pools' shapes that generated code allocates."""
+    if not report.code:
+        return None
+    pools = {finding.pool_shape for finding in report.findings if finding.pool_shape}
+    allocated = {
+        tuple(int(size) for size in found.split(",") if size.strip())
+        for code in report.code
+        for found in _ALLOCATION.findall(code)
+    }
+    return sorted(pools & allocated)
