@@ -14,10 +14,10 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from kda_kernels import artifacts
 
@@ -214,17 +214,17 @@ def load(op_name: str) -> Callable[..., None]:
     import tvm_ffi  # noqa: PLC0415
 
     module = tvm_ffi.load_module(str(_object(op_name).path))
-    address = _torch_parallel_for()
-    if address is not None:
-        module["set_parallel_for"](address)
+    addresses = _torch_threads()
+    if addresses is not None:
+        module["set_threads"](*addresses)
     return module[op_name]
 
 
 @cache
-def _torch_parallel_for() -> int | None:
-    """Return the address of torch's parallel loop, or None where this torch does not export it.
+def _torch_threads() -> tuple[int, ...] | None:
+    """Return the addresses of torch's parallel loop and thread count, None where not exported.
 
-    It comes from torch's stable C interface, so kernels share torch's threads (and follow
+    They come from torch's stable C interface, so kernels share torch's threads (and follow
     torch.set_num_threads) without being linked against torch.
     """
     import torch  # noqa: PLC0415
@@ -232,10 +232,11 @@ def _torch_parallel_for() -> int | None:
     directory = Path(torch.__file__).parent / "lib"
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         try:
-            function: Any = ctypes.CDLL(str(directory / name)).torch_parallel_for
+            library = ctypes.CDLL(str(directory / name))
+            functions = (library.torch_parallel_for, library.torch_get_num_threads)
         except (OSError, AttributeError):
             continue
-        return ctypes.cast(function, ctypes.c_void_p).value
+        return tuple(ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
     return None
 
 
@@ -245,11 +246,12 @@ def build_all() -> list[Built]:
     Raises:
         CompilerMissing: one of them is not in the cache and cannot be compiled here.
     """
-    found = []
-    for operator in OPERATORS:
-        artifact = _object(operator)
-        found.append(Built(operator, artifact.path, artifact.built))
-    return found
+    with ThreadPoolExecutor(max_workers=len(OPERATORS)) as compilers:
+        objects = list(compilers.map(_object, OPERATORS))
+    return [
+        Built(operator, artifact.path, artifact.built)
+        for operator, artifact in zip(OPERATORS, objects, strict=True)
+    ]
 
 
 def describe() -> dict[str, str]:
@@ -267,7 +269,7 @@ def describe() -> dict[str, str]:
         keys = {}
     facts["vectors"] = _vectors()
     facts["cache"] = str(artifacts.cache_directory())
-    facts["threads"] = "torch's own" if _torch_parallel_for() is not None else "one"
+    facts["threads"] = "torch's own" if _torch_threads() is not None else "one"
     for operator in OPERATORS:
         if operator in keys:
             path = artifacts.find(keys[operator])

@@ -1,7 +1,9 @@
-// The border to Python: TVM-FFI's C interface read as tensors, scalars and slots, and torch's thread pool.
+// The border to Python: TVM-FFI's C interface read as tensors, scalars and slots, and torch's
+// thread pool.
 //
-// Only the C header of TVM-FFI is included, so an object compiles in seconds and needs no C++ ABI agreement with
-// anybody. Arguments arrive validated; what is checked here only keeps a mismatched build from crashing.
+// Only the C header of TVM-FFI is included, so an object compiles in seconds and needs no C++ ABI
+// agreement with anybody. Arguments arrive validated; what is checked here only keeps a mismatched
+// build from crashing.
 #pragma once
 
 #include <stdint.h>
@@ -32,7 +34,8 @@ struct Tensor {
   }
 };
 
-// The arguments of a call, taken one after the other. The first that is not what was asked for is remembered.
+// The arguments of a call, taken one after the other. The first that is not what was asked for is
+// remembered.
 class Arguments {
  public:
   Arguments(const TVMFFIAny* args, int32_t count) : next_(args), left_(count) {}
@@ -111,7 +114,8 @@ class Arguments {
     return false;
   }
 
-  // True when every argument was there and of its kind; otherwise the error is set and the call returns -1.
+  // True when every argument was there and of its kind; otherwise the error is set and the call
+  // returns -1.
   bool complete(const char* message) {
     if (!wrong_ && left_ == 0) return true;
     TVMFFIErrorSetRaisedFromCStr("TypeError", message);
@@ -135,7 +139,8 @@ class Arguments {
 
 // ---- rows and slots ----
 
-// A [rows, ...] argument whose rows are compact and lie any distance apart; a leading dimension of one may precede the rows.
+// A [rows, ...] argument whose rows are compact and lie any distance apart; a leading dimension of
+// one may precede the rows.
 struct Rows {
   char* data;
   int64_t step;  // bytes from row to row
@@ -195,24 +200,37 @@ inline SlotRule slot_rule(int64_t slots, bool has_indices, bool has_first, int64
 typedef void (*Work)(int64_t begin, int64_t end, void* context);
 typedef int32_t (*ParallelFor)(int64_t begin, int64_t end, int64_t grain, Work work, void* context);
 
-inline ParallelFor& torch_parallel_for() {
-  static ParallelFor address = nullptr;
-  return address;
+typedef int32_t (*NumThreads)(uint32_t* count);
+
+// Addresses of torch's functions, set once by the loader; without them everything runs on the
+// calling thread.
+struct Threads {
+  ParallelFor parallel_for = nullptr;
+  NumThreads num_threads = nullptr;
+};
+
+inline Threads& threads() {
+  static Threads addresses;
+  return addresses;
 }
 
-// Runs task(i) for i in [0, count), at least `grain` tasks a thread. Tasks are independent of each other, so the split over
-// threads changes no bit of the result.
+inline int64_t thread_count() {
+  uint32_t count = 1;
+  if (threads().num_threads == nullptr || threads().num_threads(&count) != 0) return 1;
+  return count;
+}
+
+// Runs task(i) for i in [0, count). Tasks are independent of each other, so the split over threads
+// changes no bit of the result.
 template <class Task>
-inline void parallel(int64_t count, int64_t grain, const Task& task) {
+inline void parallel(int64_t count, const Task& task) {
   const Work work = [](int64_t begin, int64_t end, void* context) {
     const Task& each = *static_cast<const Task*>(context);
     for (int64_t i = begin; i < end; ++i) each(i);
   };
   void* context = const_cast<Task*>(&task);
-  if (count > grain && torch_parallel_for() != nullptr &&
-      torch_parallel_for()(0, count, grain, work, context) == 0) {
-    return;
-  }
+  const ParallelFor run = threads().parallel_for;
+  if (count > 1 && run != nullptr && run(0, count, 1, work, context) == 0) return;
   work(0, count, context);
 }
 
@@ -220,13 +238,17 @@ inline void parallel(int64_t count, int64_t grain, const Task& task) {
 
 #define KDA_EXPORT extern "C" __attribute__((visibility("default"))) int
 
-// What every object exports beside its operator: the setter of torch's parallel loop, and its vector width in floats.
-KDA_EXPORT __tvm_ffi_set_parallel_for(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
-  if (count != 1 || args[0].type_index != kTVMFFIInt) {
-    TVMFFIErrorSetRaisedFromCStr("TypeError", "set_parallel_for takes an address");
+// What every object exports beside its operator: the setter of torch's functions, and its vector
+// width in floats.
+KDA_EXPORT __tvm_ffi_set_threads(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
+  if (count != 2 || args[0].type_index != kTVMFFIInt || args[1].type_index != kTVMFFIInt) {
+    TVMFFIErrorSetRaisedFromCStr("TypeError", "set_threads takes two addresses");
     return -1;
   }
-  kda::torch_parallel_for() = reinterpret_cast<kda::ParallelFor>(static_cast<intptr_t>(args[0].v_int64));
+  kda::threads().parallel_for =
+      reinterpret_cast<kda::ParallelFor>(static_cast<intptr_t>(args[0].v_int64));
+  kda::threads().num_threads =
+      reinterpret_cast<kda::NumThreads>(static_cast<intptr_t>(args[1].v_int64));
   result->type_index = kTVMFFINone;
   result->v_int64 = 0;
   return 0;

@@ -1,8 +1,9 @@
-// Float32 vectors of the machine's width, bf16 and f16 in registers, and the few functions of the gates.
+// Float32 vectors of the machine's width, bf16 and f16 in registers, and the few functions of the
+// gates.
 //
-// One source for AVX-512, AVX2, NEON and anything else with GCC or Clang vector extensions. Every multiply-add
-// is spelled (the build forbids contraction), so equal inputs give equal bits in whichever operator the code
-// lands. What is not here: tensors, the delta rule, threads.
+// One source for AVX-512, AVX2, NEON and anything else with GCC or Clang vector extensions. Every
+// multiply-add is spelled (the build forbids contraction), so equal inputs give equal bits in
+// whichever operator the code lands. What is not here: tensors, the delta rule, threads.
 #pragma once
 
 #include <stdint.h>
@@ -94,7 +95,8 @@ KDA_INLINE F sum_rows(const F* rows) {
     return rows[0];
   } else {
     F folded[W / (2 * S)];
-    for (int i = 0; i < W / (2 * S); ++i) folded[i] = fold<S>(rows[2 * i], rows[2 * i + 1], Lanes{});
+    for (int i = 0; i < W / (2 * S); ++i)
+      folded[i] = fold<S>(rows[2 * i], rows[2 * i + 1], Lanes{});
     return sum_rows<2 * S>(folded);
   }
 }
@@ -130,7 +132,8 @@ KDA_INLINE U bf16_bits(F x) {  // the upper half holds the bf16, the lower half 
 KDA_INLINE U f16_bits(F x) {
   const U u = bits_as<U>(x), a = u & 0x7fffffffu;
   const U normal = (a - 0x38000000u + 0xfffu + ((a >> 13) & 1u)) >> 13;
-  const U tiny = bits_as<U>(bits_as<F>(a) + 0.5f) - 0x3f000000u;  // one ulp of 0.5 is f16's smallest step
+  const U tiny =
+      bits_as<U>(bits_as<F>(a) + 0.5f) - 0x3f000000u;  // one ulp of 0.5 is f16's smallest step
   const U huge = either(a > 0x7f800000u, U{} + 0x7e00u, U{} + 0x7c00u);
   const U small = either(a < 0x38800000u, tiny, normal);
   return either(a >= 0x47800000u, huge, small) | ((u >> 16) & 0x8000u);
@@ -187,9 +190,10 @@ KDA_INLINE float scalar(const T* p) {
   return from_f16_bits(U{} + (uint32_t)b)[0];
 }
 
-// A state is handled as pairs of vectors, 2 * W neighbours at a time. For float32 the pair is (first half, second half); for
-// bf16 it is (even elements, odd elements), which costs a shift and a mask instead of shuffles. Arrays that meet
-// the state along its contiguous axis are brought to that order once per head: to_state_order.
+// A state is handled as pairs of vectors, 2 * W neighbours at a time. For float32 the pair is
+// (first half, second half); for bf16 it is (even elements, odd elements), which costs a shift and
+// a mask instead of shuffles. Arrays that meet the state along its contiguous axis are brought to
+// that order once per head: to_state_order.
 KDA_INLINE void load_pair(const float* p, F& a, F& b) {
   a = load(p);
   b = load(p + W);
@@ -204,10 +208,18 @@ KDA_INLINE void store_pair(float* p, F a, F b) {
   store(p, a);
   store(p + W, b);
 }
+// The NaN test of bf16_bits is left out here, it would cost a third of the loop: a NaN survives the
+// rounding if its low half is zero, which holds for what is read from a bf16 state, for the NaN
+// that arithmetic makes, and after plain_nan for the rest.
 KDA_INLINE void store_pair(BF16* p, F a, F b) {
-  const U u = (bf16_bits(a) >> 16) | (bf16_bits(b) & 0xffff0000u);
-  memcpy(p, &u, sizeof(u));
+  const U u = bits_as<U>(a), v = bits_as<U>(b);
+  const U even = (u + (0x7fffu + ((u >> 16) & 1u))) >> 16;
+  const U odd = (v + (0x7fffu + ((v >> 16) & 1u))) & 0xffff0000u;
+  const U both = even | odd;
+  memcpy(p, &both, sizeof(both));
 }
+
+KDA_INLINE F plain_nan(F x) { return bits_as<F>(either(x != x, U{} + 0x7fc00000u, bits_as<U>(x))); }
 
 template <class S>
 KDA_INLINE void to_state_order(float* x, int n) {
@@ -257,8 +269,8 @@ KDA_INLINE F exp(F x) {
 KDA_INLINE F sigmoid(F x) { return 1.0f / (exp(-x) + 1.0f); }
 KDA_INLINE F silu(F x) { return x / (exp(-x) + 1.0f); }
 
-// max(x, 0) + log1p(exp(-|x|)): no overflow; beyond 20 the second term is below half an ulp, which is the linear branch.
-// log1p(z) = 2 atanh(z / (2 + z)), whose argument is at most 1/3.
+// max(x, 0) + log1p(exp(-|x|)): no overflow; beyond 20 the second term is below half an ulp, which
+// is the linear branch. log1p(z) = 2 atanh(z / (2 + z)), whose argument is at most 1/3.
 KDA_INLINE F softplus(F x) {
   const F z = exp(-bits_as<F>(bits_as<U>(x) & 0x7fffffffu));
   const F s = z / (z + 2.0f), s2 = s * s;

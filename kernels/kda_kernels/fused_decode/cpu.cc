@@ -27,7 +27,7 @@ void head_task(const FusedCall& c, Recur step, int64_t row, int64_t head) {
 template <class A>
 void run(const FusedCall& c) {
   const Recur step = pool_step(c.state_type, c.kv);
-  parallel(c.rows * c.heads, 1, [&](int64_t i) { head_task<A>(c, step, i / c.heads, i % c.heads); });
+  parallel(c.rows * c.heads, [&](int64_t i) { head_task<A>(c, step, i / c.heads, i % c.heads); });
 }
 
 }  // namespace
@@ -36,8 +36,10 @@ void run(const FusedCall& c) {
 KDA_EXPORT __tvm_ffi_fused_decode(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
   using namespace kda;
   Arguments a(args, count);
-  const Tensor x = a.tensor(), weight = a.tensor(), conv_state = a.tensor(), gate = a.tensor(), beta = a.tensor();
-  const Tensor a_log = a.tensor(), dt_bias = a.tensor(), indices = a.optional_tensor(), state = a.tensor();
+  const Tensor x = a.tensor(), weight = a.tensor(), conv_state = a.tensor(), gate = a.tensor(),
+               beta = a.tensor();
+  const Tensor a_log = a.tensor(), dt_bias = a.tensor(), indices = a.optional_tensor(),
+               state = a.tensor();
   const Tensor output_gate = a.tensor(), norm_weight = a.tensor();
   double bound = 0;
   const bool bounded = a.optional_number(&bound);
@@ -48,15 +50,33 @@ KDA_EXPORT __tvm_ffi_fused_decode(void*, const TVMFFIAny* args, int32_t count, T
   const bool has_first = a.optional_integer(&first_slot);
   const bool kv = a.is_word("kv");
   const Tensor output = a.tensor();
-  if (!a.complete("fused_decode: the object and the caller disagree about the argument list")) return -1;
+  if (!a.complete("fused_decode: the object and the caller disagree about the argument list"))
+    return -1;
   result->type_index = kTVMFFINone;
   result->v_int64 = 0;
   if (x.shape[0] == 0) return 0;
   FusedCall call{
-      weight, conv_state, a_log, dt_bias, state, conv_bias, norm_weight,
-      Rows(x, 0), Rows(gate, gate.ndim == 4), Rows(beta, beta.ndim == 3), Rows(output_gate, output_gate.ndim == 4),
-      Integers(indices), slot_rule(state.shape[0], bool(indices), has_first, first_slot), Gate{bounded, (float)bound},
-      norm_eps, scale, x.shape[0], state.shape[1], state.type, kv, output.data,
+      weight,
+      conv_state,
+      a_log,
+      dt_bias,
+      state,
+      conv_bias,
+      norm_weight,
+      Rows(x, 0),
+      Rows(gate, gate.ndim == 4),
+      Rows(beta, beta.ndim == 3),
+      Rows(output_gate, output_gate.ndim == 4),
+      Integers(indices),
+      slot_rule(state.shape[0], bool(indices), has_first, first_slot),
+      Gate{bounded, (float)bound},
+      norm_eps,
+      scale,
+      x.shape[0],
+      state.shape[1],
+      state.type,
+      kv,
+      output.data,
   };
   if (x.type == Type::bf16) run<BF16>(call);
   if (x.type == Type::f16) run<F16>(call);

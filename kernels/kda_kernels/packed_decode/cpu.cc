@@ -1,4 +1,5 @@
-// packed_decode: gates, delta rule and output for one token a row, from a packed post-convolution row.
+// packed_decode: gates, delta rule and output for one token a row, from a packed post-convolution
+// row.
 #include "kda.h"
 
 namespace kda {
@@ -18,7 +19,8 @@ struct Call {
   Recur step;
 };
 
-// Value rows [v0, v1) of one head of one row. A head that is split over several tasks prepares its token in each of them.
+// Value rows [v0, v1) of one head of one row. A head that is split over several tasks prepares its
+// token in each of them.
 template <class A>
 void head_task(const Call& c, int64_t row, int64_t head, int v0, int v1) {
   const int64_t first = (row * c.heads + head) * D;
@@ -29,13 +31,15 @@ void head_task(const Call& c, int64_t row, int64_t head, int v0, int v1) {
     return;
   }
   Token t;
+  t.last_head = head + 1 == c.heads;
   const A* qkv = c.qkv.at<A>(row, head * D);
   for (int i = 0; i < D; i += W) {
     store(t.q + i, load(qkv + i));
     store(t.k + i, load(qkv + c.heads * D + i));
     store(t.v + i, load(qkv + 2 * c.heads * D + i));
   }
-  prepare(t, c.gate.at<A>(row, head * D), c.beta.at<A>(row, head), c.a_log, c.dt_bias, head, c.gate_kind, c.scale);
+  prepare(t, c.gate.at<A>(row, head * D), c.beta.at<A>(row, head), c.a_log, c.dt_bias, head,
+          c.gate_kind, c.scale);
   void* state = c.state.data + (slot * c.state.stride[0] + head * D * D) * c.state.bytes;
   c.step(state, state, nullptr, t, v0, v1);
   for (int i = v0; i < v1; i += W) {
@@ -47,10 +51,19 @@ void head_task(const Call& c, int64_t row, int64_t head, int v0, int v1) {
   }
 }
 
+// Heads are split by value rows only where there are fewer of them than threads: each part prepares
+// the token anew.
 template <class A>
 void run(const Call& c) {
-  const int64_t tasks = c.rows * c.heads;
-  parallel(tasks, 1, [&](int64_t i) { head_task<A>(c, i / c.heads, i % c.heads, 0, D); });
+  const int64_t heads = c.rows * c.heads, threads = thread_count();
+  int64_t parts = 1;
+  while (parts < 4 && heads * parts < threads) parts *= 2;
+  const int width = D / (int)parts;
+  parallel(heads * parts, [&](int64_t i) {
+    const int64_t head = i / parts;
+    const int v0 = (int)(i % parts) * width;
+    head_task<A>(c, head / c.heads, head % c.heads, v0, v0 + width);
+  });
 }
 
 }  // namespace
@@ -59,7 +72,8 @@ void run(const Call& c) {
 KDA_EXPORT __tvm_ffi_packed_decode(void*, const TVMFFIAny* args, int32_t count, TVMFFIAny* result) {
   using namespace kda;
   Arguments a(args, count);
-  const Tensor qkv = a.tensor(), gate = a.tensor(), beta = a.tensor(), a_log = a.tensor(), dt_bias = a.tensor();
+  const Tensor qkv = a.tensor(), gate = a.tensor(), beta = a.tensor(), a_log = a.tensor(),
+               dt_bias = a.tensor();
   const Tensor state = a.tensor(), indices = a.optional_tensor();
   const float scale = a.number(kDefaultScale);
   double bound = 0;
@@ -68,7 +82,8 @@ KDA_EXPORT __tvm_ffi_packed_decode(void*, const TVMFFIAny* args, int32_t count, 
   const bool has_first = a.optional_integer(&first_slot);
   const bool kv = a.is_word("kv");
   const Tensor output = a.tensor();
-  if (!a.complete("packed_decode: the object and the caller disagree about the argument list")) return -1;
+  if (!a.complete("packed_decode: the object and the caller disagree about the argument list"))
+    return -1;
   result->type_index = kTVMFFINone;
   result->v_int64 = 0;
   const int64_t rows = qkv.shape[0], heads = state.shape[1];
