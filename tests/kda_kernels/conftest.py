@@ -4,6 +4,7 @@ A test that takes ``operator`` and ``run`` states its property for every operato
 reference, on the compiled CPU kernel and through the registered torch operator.
 """
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,10 @@ from torch import Tensor
 
 import kda_ops  # noqa: F401 - registers torch.ops.kda
 from kda_kernels.contract.spec import Operator
-from kda_kernels.plan import CONTRACTS, cpu_kernel, reference
+from kda_kernels.errors import OperatorError
+from kda_kernels.plan import CONTRACTS, cpu_kernel, launcher, reference
 from kda_kernels.testing.cases import Case, draw, output_of
+from kda_kernels.testing.violations import violations
 
 SIZES = {"B": 3, "R": 6, "N": 2, "T": 3, "H": 2, "S": 9, "L": 4}
 
@@ -83,3 +86,30 @@ def call() -> Callable[..., Values]:
         return draw(operator, replace(Case(sizes=sizes, scalars=given), **changes))
 
     return call
+
+
+@pytest.fixture
+def sentences() -> Callable[[Operator], str]:
+    """Give every illegal call of an operator and its error, without what all of them share."""
+
+    def sentence_of(operator: Operator, values: Values) -> str:
+        given = [values[a.name] for a in operator.arguments]
+        try:
+            launcher(operator.name).facts(*given)
+        except OperatorError as error:
+            text = str(error).removeprefix(f"kda::{operator.name}: ")
+            return f"{type(error).__name__}: {text}"
+        return "no error"
+
+    def sentences(operator: Operator) -> str:
+        case = Case(sizes=SIZES | {"L": 3}, absent=frozenset())
+        lines = []
+        for violation in violations(operator, case):
+            lines.append(f"{violation.argument} {violation.deed}")
+            text = sentence_of(operator, violation.values)
+            lines += textwrap.wrap(
+                text, 96, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+            )
+        return "\n".join(lines)
+
+    return sentences

@@ -1,0 +1,129 @@
+"""The key of a call: it changes with what the validator looks at, and with nothing else."""
+
+import pytest
+import torch
+
+from kda_kernels.contract.signature import key, parameters
+from kda_kernels.contract.spec import Layout, Role
+from kda_kernels.plan import CONTRACTS, Launcher, launcher
+from kda_kernels.testing.cases import Case, clone, draw, output_of, strided
+
+SIZES = {"B": 3, "R": 6, "N": 2, "T": 3, "H": 2, "S": 9, "L": 3}
+
+
+def key_of(contract, values, output=None):
+    out = output is not None
+    namespace = {
+        "grad_enabled": torch.is_grad_enabled,
+        "inference_enabled": torch.is_inference_mode_enabled,
+    }
+    source = f"lambda {parameters(contract, out=out)}: {key(contract, out=out)}"
+    arguments = contract.abi if out else contract.arguments
+    positional = [values[a.name] for a in arguments if not a.keyword]
+    keywords = {a.name: values[a.name] for a in arguments if a.keyword}
+    if out:
+        keywords["output"] = output
+    return eval(source, namespace)(*positional, **keywords)
+
+
+@pytest.fixture(params=CONTRACTS, ids=lambda contract: contract.name)
+def contract(request):
+    return request.param
+
+
+def legal(contract, **fields):
+    return draw(contract, Case(sizes=SIZES, absent=frozenset(), **fields))
+
+
+def test_values_and_addresses_of_row_inputs_do_not_change_the_key(contract):
+    values = legal(contract)
+    same = legal(contract, seed=5)
+    for argument in contract.tensors:
+        if argument.layout in (Layout.ROWS, Layout.READ_ROWS):
+            rows = same[argument.name]
+            moved = torch.empty(rows.numel() + 1, dtype=rows.dtype)[1:].view(rows.shape)
+            same[argument.name] = moved.copy_(rows)
+    assert hash(key_of(contract, values)) == hash(key_of(contract, same))
+    assert key_of(contract, values) == key_of(contract, same)
+
+
+def test_shape_stride_type_and_device_of_every_tensor_change_the_key(contract):
+    values = legal(contract)
+    known = key_of(contract, values)
+    for argument in contract.tensors:
+        value = values[argument.name]
+        others = [value.unsqueeze(0), value.to("meta"), value.double()]
+        if value.dim() > 1:
+            others.append(value.transpose(-1, -2))
+        for other in others:
+            assert key_of(contract, values | {argument.name: other}) != known, argument.name
+
+
+def test_alignment_of_pools_changes_the_key(contract):
+    values = legal(contract, window="DS")
+    for argument in contract.tensors:
+        if argument.role is Role.UPDATE:
+            keys = set()
+            for offset in (0, 1, 2):
+                moved = strided(values[argument.name].contiguous(), 0, 8, offset)
+                keys.add(key_of(contract, values | {argument.name: moved}))
+            assert len(keys) == 3
+
+
+def test_every_scalar_and_every_absent_argument_changes_the_key(contract):
+    values = legal(contract)
+    known = key_of(contract, values)
+    others = {
+        "scale": 0.5,
+        "lower_bound": None,
+        "norm_eps": 1e-6,
+        "first_slot": 7,
+        "state_layout": "kv",
+        "output_dtype": torch.float32,
+    }
+    for argument in contract.scalars:
+        assert key_of(contract, values | {argument.name: others[argument.name]}) != known
+    for argument in contract.tensors:
+        if argument.optional:
+            assert key_of(contract, values | {argument.name: None}) != known
+
+
+def test_the_caller_s_output_is_part_of_the_out_overloads_key(contract):
+    values = legal(contract)
+    output = output_of(contract, values)
+    known = key_of(contract, values, output)
+    assert key_of(contract, values, output.clone()) == known
+    for other in (output.float(), output.mT, output.unsqueeze(0), output.to("meta")):
+        assert key_of(contract, values, other) != known
+
+
+def test_asking_for_a_gradient_changes_the_key_under_grad_mode_only(contract):
+    values = legal(contract)
+    known = key_of(contract, values)
+    wanting = values | {"A_log": values["A_log"].clone().requires_grad_()}
+    assert key_of(contract, wanting) != known
+    with torch.no_grad():
+        assert key_of(contract, wanting) == known
+
+
+def test_a_call_that_is_no_call_never_reaches_a_plan(contract):
+    values = legal(contract)
+    with pytest.raises(AttributeError):
+        key_of(contract, values | {"state": None})
+    assert key_of(contract, values | {"scale": float("nan")}) != key_of(
+        contract, values | {"scale": float("nan")}
+    )
+
+
+def test_equal_signatures_share_a_plan_and_forget_drops_it(contract):
+    run = Launcher(contract)
+    first, second = legal(contract), legal(contract, seed=3)
+    for values in (first, second, clone(first)):
+        positional = [values[a.name] for a in contract.arguments if not a.keyword]
+        run.allocate(
+            *positional, **{a.name: values[a.name] for a in contract.arguments if a.keyword}
+        )
+    assert [len(plans) for plans in run._plans] == [1, 0]
+    run.forget()
+    assert [len(plans) for plans in run._plans] == [0, 0]
+    assert launcher(contract.name) is not run
