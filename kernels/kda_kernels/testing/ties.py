@@ -38,7 +38,7 @@ def step_off_ties(operator: Operator, values: dict[str, Any]) -> None:
         moved = 0
         for row, history in _histories(values):
             near = _near_tie(history, values["x"][row], values["weight"], values["conv_bias"])
-            values["x"][row, near] += 0.375
+            values["x"][row, near] = 0.75 * values["x"][row, near] - 0.375
             moved += int(near.sum())
         if not moved:
             return
