@@ -27,19 +27,21 @@ _TRIES = 50
 
 
 def step_off_ties(operator: Operator, values: dict[str, Any]) -> None:
-    """Change those elements of x, in place, whose convolution lies on a tie; others stay.
+    """Draw those elements of x anew, in place, whose convolution lies on a tie; others stay.
 
     Raises:
         RuntimeError: ties remain after many tries (inputs that are no random numbers).
     """
     if "conv_state" not in values or values["x"].dtype not in _DIGITS:
         return
+    generator = torch.Generator().manual_seed(0)
     for _ in range(_TRIES):
         moved = 0
         for row, history in _histories(values):
             near = _near_tie(history, values["x"][row], values["weight"], values["conv_bias"])
-            values["x"][row, near] = 0.75 * values["x"][row, near] - 0.375
-            moved += int(near.sum())
+            count = int(near.sum())
+            values["x"][row, near] = torch.randn(count, generator=generator).to(values["x"].dtype)
+            moved += count
         if not moved:
             return
     raise RuntimeError(f"{operator.name}: {moved} elements of x stay on ties")

@@ -6,7 +6,9 @@ from kda_kernels.plan import launcher
 
 
 def test_every_illegal_call_gets_this_sentence(sentences):
-    expecttest.assert_expected_inline(sentences(launcher("fused_decode").operator), """\
+    expecttest.assert_expected_inline(
+        sentences(launcher("fused_decode").operator),
+        """\
 x is None
   DtypeError: x must be a tensor, got NoneType
 x lost its last element
@@ -183,4 +185,5 @@ first_slot is -1
 state_layout is kx
   ContractError: state_layout must be 'vk' or 'kv', got 'kx'
 state_layout is None
-  DtypeError: state_layout must be 'vk' or 'kv', got None""")
+  DtypeError: state_layout must be 'vk' or 'kv', got None""",
+    )

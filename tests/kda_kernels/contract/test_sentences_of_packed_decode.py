@@ -6,7 +6,9 @@ from kda_kernels.plan import launcher
 
 
 def test_every_illegal_call_gets_this_sentence(sentences):
-    expecttest.assert_expected_inline(sentences(launcher("packed_decode").operator), """\
+    expecttest.assert_expected_inline(
+        sentences(launcher("packed_decode").operator),
+        """\
 mixed_qkv is None
   DtypeError: mixed_qkv must be a tensor, got NoneType
 mixed_qkv lost its last element
@@ -113,4 +115,5 @@ state_layout is kx
 state_layout is None
   DtypeError: state_layout must be 'vk' or 'kv', got None
 output_dtype is int32
-  DtypeError: output_dtype must be the activation type or float32, got torch.int32""")
+  DtypeError: output_dtype must be the activation type or float32, got torch.int32""",
+    )
