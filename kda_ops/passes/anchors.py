@@ -34,6 +34,7 @@ VIEWS_OF_POOL = frozenset(
         aten.alias.default,
     }
 )
+COPIES = frozenset({aten.clone.default, aten.copy.default, aten.copy_.default})
 WRITES = frozenset({aten.index_put.default, aten.copy_.default})
 
 
@@ -121,7 +122,7 @@ def contracts(value: Node, flow: set[Node]) -> bool:
     return False
 
 
-def anchor(write: Node) -> Anchor:
+def anchor(write: Node, same: dict[Node, Node]) -> Anchor:
     """Describe the state around a write, or say why the pool may not be worked on in place."""
     pool, value = write.args[0], written(write)
     check_form(write, pool)  # type: ignore[arg-type]
@@ -131,7 +132,8 @@ def anchor(write: Node) -> Anchor:
         index, reads, casts = None, [pool], []
     else:
         index = slot_index(write)
-        reads, casts = gathers(pool, index, write)  # type: ignore[arg-type]
+        reads, casts = gathers(pool, index, write, same)  # type: ignore[arg-type]
+        index = plain_index(index, same)  # type: ignore[assignment]
     found = Anchor(pool, write, value, index, reads, back, casts)  # type: ignore[arg-type]
     check_users(found)
     return found
@@ -198,14 +200,16 @@ def slot_index(write: Node) -> Node:
     return index
 
 
-def plain_index(index: object) -> object:
-    """Return an index below exact integer casts."""
+def plain_index(index: object, same: dict[Node, Node]) -> object:
+    """Return an index below exact integer casts, the first node of those that compute it."""
     while isinstance(index, Node) and index.target in CASTS and is_exact_cast(index):
         index = index.args[0]
-    return index
+    return same.get(index, index) if isinstance(index, Node) else index
 
 
-def gathers(pool: Node, index: Node, write: Node) -> tuple[list[Node], list[Node]]:
+def gathers(
+    pool: Node, index: Node, write: Node, same: dict[Node, Node]
+) -> tuple[list[Node], list[Node]]:
     """Return the gathers of a pool, and the casts of the whole pool that some of them read."""
     casts = [u for u in pool.users if u.target in CASTS and is_exact_cast(u)]
     reads = [u for s in (pool, *casts) for u in s.users if u.target is aten.index.Tensor]
@@ -214,7 +218,7 @@ def gathers(pool: Node, index: Node, write: Node) -> tuple[list[Node], list[Node
         indices = read.args[1]
         if len(indices) != 1 or read.args[0] not in (pool, *casts):  # type: ignore[arg-type]
             raise RefusalError(Reason.INDEX_FORM, read)
-        if plain_index(indices[0]) is plain_index(index):  # type: ignore[index]
+        if plain_index(indices[0], same) is plain_index(index, same):  # type: ignore[index]
             matching.append(read)
     if not matching:
         raise RefusalError(Reason.INDEX_MISMATCH, write, f"written at {index.name}")
@@ -241,12 +245,12 @@ def check_users(found: Anchor) -> None:
 
 def is_operand(user: Node, found: Anchor) -> bool:
     """Whether a user of a dense state computes the step with it (checked again by the matcher)."""
-    return found.index is None and user.target not in {aten.clone.default, aten.copy_.default}
+    return found.index is None and user.target not in COPIES
 
 
 def outsider(user: Node) -> RefusalError:
     """Name what another user of a pool does with it."""
-    if user.target in {aten.clone.default, aten.copy_.default}:
+    if user.target in COPIES:
         return RefusalError(Reason.STATE_SNAPSHOT, user)
     if user.target is aten.index.Tensor:
         return RefusalError(Reason.STATE_READ_ELSEWHERE, user, "gathered again")

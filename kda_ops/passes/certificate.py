@@ -135,6 +135,8 @@ class Trial:
 
     def stand_in(self, node: Node) -> Any:
         """Return the trial's value of an operand."""
+        if node not in self.values:
+            node = self.step.window.same.get(node, node)
         if node in self.values:
             return self.values[node]
         value = node.meta.get("val")
@@ -150,12 +152,16 @@ def fingerprint(step: Step) -> str:
     """Return what a certificate depends on, the same for layers that are written alike."""
     names: dict[Node, str] = {node: f"%{i}" for i, node in enumerate(step.arguments.leaves)}
     lines = []
+
+    def name(node: Node) -> str:
+        return names.get(node) or names.get(step.window.same.get(node, node), node.name)
+
     for node in step.arguments.leaves:
         value = node.meta["val"]
         lines.append(f"{value.dtype} {tuple(value.shape)} {value.stride()}")
     for node in step.region:
         names[node] = f"%{len(names)}"
-        args = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: names.get(n, n.name))
+        args = torch.fx.node.map_arg((node.args, dict(node.kwargs)), name)
         lines.append(f"{names[node]} = {node.target}{args}")
     views = (*step.arguments.parts, step.arguments.gate, step.arguments.beta)
     views += (step.arguments.a_log, step.arguments.bias)  # type: ignore[assignment]

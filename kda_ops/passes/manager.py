@@ -28,6 +28,7 @@ from kda_ops.passes.certificate import certify
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.rewrite import splice
 from kda_ops.passes.step import Step, match
+from kda_ops.passes.terms import repeats
 
 log = logging.getLogger("kda_ops.passes")
 aten = torch.ops.aten
@@ -160,7 +161,7 @@ def try_step(write: Node, graph: Graph, options: Options) -> Finding:
     shape = tuple(s if isinstance(s, int) else -1 for s in pool.meta["val"].shape)  # type: ignore[union-attr]
     base = Finding(write.name, source_line(write), pool.name, pool_shape=shape)  # type: ignore[union-attr]
     try:
-        step = match(anchor(write), graph)
+        step = read_step(write, graph)
         if options.certify:
             certify(step)
         found = replace(base, static_pool=is_static(graph, step.anchor.pool))
@@ -177,6 +178,19 @@ def try_step(write: Node, graph: Graph, options: Options) -> Finding:
             reason=error.reason,
             detail=error.detail,
         )
+
+
+def read_step(write: Node, graph: Graph) -> Step:
+    """Match a step; code that the matcher was not made for is a refusal, never a failed compile."""
+    same = repeats(graph)
+    try:
+        return match(anchor(write, same), graph, same)
+    except RefusalError:
+        raise
+    except Exception as error:
+        log.debug("the matcher failed at %s", write, exc_info=True)
+        fact = f"{type(error).__name__}: {error}"
+        raise RefusalError(Reason.NOT_UNDERSTOOD, write, fact[:300]) from error
 
 
 def report(finding: Finding) -> None:

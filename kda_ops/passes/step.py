@@ -49,9 +49,9 @@ class Step:
     region: tuple[Node, ...]
 
 
-def match(found: Anchor, graph: Graph) -> Step:
+def match(found: Anchor, graph: Graph, same: dict[Node, Node]) -> Step:
     """Match the code around an anchor, or raise RefusalError."""
-    window = Window()
+    window = Window(same=same)
     rows = row_count(window, found)
     index = state_index(window, found.pool, rows)
     reader = make_reader(window, found, graph)
@@ -64,7 +64,7 @@ def match(found: Anchor, graph: Graph) -> Step:
     node, dtype, activation = result(output.node, arguments)
     if (position := output_index(window, node, update, index)) is not None:
         window.resolve(node, position)
-    region = region_of(graph, arguments, (node, found.write))
+    region = region_of(graph, window, arguments, (node, found.write))
     check_users(region, node, found, arguments)
     return Step(found, arguments, window, node, dtype, activation, region)
 
@@ -253,13 +253,16 @@ def inputs_of(*nodes: Node) -> set[Node]:
     return reached
 
 
-def region_of(graph: Graph, arguments: Arguments, ends: tuple[Node, ...]) -> tuple[Node, ...]:
+def region_of(
+    graph: Graph, window: Window, arguments: Arguments, ends: tuple[Node, ...]
+) -> tuple[Node, ...]:
     """Return the nodes from the arguments' leaves to the results, in graph order."""
     stop = set(arguments.leaves)
     reached, pending = set(ends), list(ends)
     while pending:
         for source in pending.pop().all_input_nodes:
-            if source not in reached and source not in stop and source.op == "call_function":
+            leaf = window.same.get(source, source) in stop
+            if source not in reached and not leaf and source.op == "call_function":
                 reached.add(source)
                 pending.append(source)
     return tuple(node for node in graph.nodes if node in reached)

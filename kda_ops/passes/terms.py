@@ -12,7 +12,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from kda_ops.passes.affine import ZERO, Affine, Index, axis, constant, flatten, split
 
@@ -77,12 +77,14 @@ class Window:
     """Sizes of the tensors and axes that one attempt at a match talks about.
 
     ``rows_in`` keeps which dimensions of each visited node run over the rows of the step, so that
-    the certificate can run the same nodes with fewer rows.
+    the certificate can run the same nodes with fewer rows. ``same`` maps a node that repeats
+    another (see :func:`repeats`) to the first of them.
     """
 
     sizes: dict[str, int] = field(default_factory=dict)
     symbols: dict[Any, int] = field(default_factory=dict)
     rows_in: dict[Node, set[int]] = field(default_factory=dict)
+    same: dict[Node, Node] = field(default_factory=dict)
     _shapes: dict[Node, tuple[int, ...]] = field(default_factory=dict)
     _fresh: int = 0
 
@@ -114,15 +116,15 @@ class Window:
 
     def resolve(self, node: Node, index: Index) -> Term:
         """Look through views and exact casts to the node that computes the element."""
-        self._visit(node, index)
-        while (step := self._through(node, index)) is not None:
+        step: tuple[Node, Index] | None = (node, index)
+        while step is not None:
             node, index = step
-            self._visit(node, index)
+            dims = {d for d, entry in enumerate(index) if ROW in entry.axes}
+            self.rows_in.setdefault(node, set()).update(dims)
+            node = self.same.get(node, node)
+            self.rows_in.setdefault(node, set()).update(dims)
+            step = self._through(node, index)
         return Term(node, index)
-
-    def _visit(self, node: Node, index: Index) -> None:
-        dims = {d for d, entry in enumerate(index) if ROW in entry.axes}
-        self.rows_in.setdefault(node, set()).update(dims)
 
     def broadcast(self, node: Node, index: Index) -> Index:
         """Return the index of an operand whose result is indexed by ``index``."""
@@ -228,6 +230,30 @@ class Window:
                 return piece, (*index[:dim], entry, *index[dim + 1 :])  # type: ignore[return-value]
             start = end
         return None
+
+
+def repeats(graph: Graph) -> dict[Node, Node]:
+    """Map every node that computes what an earlier node computes to that node."""
+    first: dict[Any, Node] = {}
+    same: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or is_random(node):
+            continue
+        arguments = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: same.get(n, n))
+        key = (node.target, repr(arguments))
+        if key in first:
+            same[node] = first[key]
+        else:
+            first[key] = node
+    return same
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node may give another value each time, or has an effect."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is not operator.getitem
+    seeded = torch.Tag.nondeterministic_seeded in node.target.tags
+    return seeded or node.target._schema.is_mutable
 
 
 def is_exact_cast(node: Node) -> bool:
