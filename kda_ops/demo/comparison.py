@@ -23,6 +23,7 @@ from kda_ops.demo.decode import (
     decode,
     difference,
     prompts,
+    tokens_at,
     untouched,
 )
 from kda_ops.demo.model import DeltaLM
@@ -171,7 +172,8 @@ def compare(
     with torch.no_grad():
         for name, step in steps.items():
             with Progress("first call" if step is setting.model else f"compiling: {name}", 0):
-                compiled[name] = first_call(step, setting.batch.tokens[:, 0], setting.batch.slots)
+                first = tokens_at(setting.batch, 0, [])
+                compiled[name] = first_call(step, first, setting.batch.slots)
             decoded[name] = setting.run(name, step)
             if finished is not None:
                 finished(name, decoded[name], compiled[name])

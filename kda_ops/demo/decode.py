@@ -120,12 +120,14 @@ def decode(
 
 
 def tokens_at(batch: Batch, position: int, chosen: list[Tensor]) -> Tensor:
-    """The tokens [B] at a position: those of the prompt, behind its end those chosen before."""
-    if position == 0:
-        return batch.tokens[:, 0]
+    """The tokens [B] at a position: those of the prompt, behind its end those chosen before.
+
+    Contiguous at every position: another stride would be another graph, compiled again.
+    """
     if position >= batch.tokens.shape[1]:
         return chosen[-1]
-    return torch.where(position < batch.lengths, batch.tokens[:, position], chosen[-1])
+    given = batch.tokens[:, position].contiguous()
+    return torch.where(position < batch.lengths, given, chosen[-1]) if position else given
 
 
 def restore(model: nn.Module, pools: Mapping[str, Tensor]) -> None:
