@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kda_kernels.plan import CONTRACTS
-from kda_kernels.testing.cases import clone
-from kda_kernels.testing.compare import assert_same_bits, assert_untouched
+from kda_kernels.testing.cases import clone, exact, run_reference
+from kda_kernels.testing.compare import assert_same_bits, assert_untouched, assert_within_budget
+from kda_kernels.testing.ties import step_off_ties
 
 FUSED, SPECULATIVE = CONTRACTS[1:]
 
@@ -209,8 +210,29 @@ def test_bounds_outside_the_packed_rows_are_clamped_and_reach_no_memory(run, cal
     assert_same_bits(nothing["state"], plain["state"], "state")
 
 
-def test_both_gates_and_both_pools_serve_every_number_of_tokens(run, call):
-    # One token at a time through slots of a float32 pool gives the same as all tokens at once.
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_both_gates_and_both_pools_serve_every_number_of_tokens(run, call, tokens):
+    for lower_bound in (-5.0, None):
+        for state_dtype in (torch.float32, torch.bfloat16):
+            values = call(
+                SPECULATIVE,
+                T=tokens,
+                N=2,
+                R=2 * tokens,
+                S=9,
+                H=1,
+                lower_bound=lower_bound,
+                state_dtype=state_dtype,
+            )
+            step_off_ties(SPECULATIVE, values)
+            truth, like = exact(SPECULATIVE, values), clone(values)
+            reference = run_reference(SPECULATIVE, like)
+            what = f"T = {tokens}, {lower_bound}, {state_dtype}"
+            assert_within_budget(run(SPECULATIVE, values), reference, truth[0], what)
+            assert_within_budget(values["state"], like["state"], truth[1], what)
+
+
+def test_all_tokens_at_once_equal_one_token_at_a_time(run, call):
     for tokens in (2, 3, 4):
         for lower_bound in (-5.0, None):
             full = call(SPECULATIVE, T=tokens, N=1, R=tokens, S=8, lower_bound=lower_bound)
