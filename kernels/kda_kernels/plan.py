@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Hashable
@@ -90,11 +91,7 @@ class Launcher:
         given, output = (arguments[:-1], arguments[-1]) if out else (arguments, None)
         facts = self.facts(*given, output=output)
         _writable(self.operator, given)
-        if facts.device.type != "cpu":
-            first = self.operator.tensors[0].name
-            rule = "on cpu (this version has no CUDA kernels)"
-            raise UnsupportedError(self.operator.name, first, rule, str(facts.device))
-        kernel = cpu_kernel(self.operator.name) if facts.dims[self.operator.rows] else _nothing
+        kernel = self._kernel(given, facts) if facts.dims[self.operator.rows] else _nothing
         if os.environ.get("KDA_CHECK") == "1":
             kernel = _checked(self.operator, kernel)
         shape = tuple(int(size) for size in facts.output_shape)
@@ -106,6 +103,17 @@ class Launcher:
             plans.clear()
         plans[key] = plan
         return plan
+
+    def _kernel(self, arguments: tuple[Any, ...], facts: Facts) -> Kernel:
+        """Find the kernel of the call's device; no backend stands in for another."""
+        if facts.device.type == "cpu":
+            return cpu_kernel(self.operator.name)
+        if facts.device.type == "cuda":
+            names = [argument.name for argument in self.operator.arguments]
+            given = dict(zip(names, arguments, strict=False))
+            return cuda_kernel(self.operator, dict.fromkeys(names) | given, facts)
+        first = self.operator.tensors[0].name
+        raise UnsupportedError(self.operator.name, first, "on cpu or cuda", str(facts.device))
 
 
 def _writable(operator: Operator, arguments: tuple[Any, ...]) -> None:
@@ -165,6 +173,31 @@ def cpu_kernel(name: str) -> Kernel:
     except build.CompilerMissing as missing:
         _warn_once(f"kda::{name} runs as its slow PyTorch reference: {missing}")
         return reference(name)
+    return kernel
+
+
+def cuda_kernel(operator: Operator, values: dict[str, Any], facts: Facts) -> Kernel:
+    """Return the CUDA function that serves a validated call and takes the contract's arguments.
+
+    Args:
+        operator: the contract.
+        values: the call's arguments by name; what is chosen depends on nothing but its signature.
+        facts: what the validator found.
+
+    Raises:
+        UnsupportedError: the operator has no CUDA kernel, the device is none that kernels are
+            compiled for, CuTe DSL is missing or broken, or a first use falls into stream capture.
+    """
+    name, first = operator.name, operator.tensors[0].name
+    if importlib.util.find_spec(f"kda_kernels.{name}.cute") is None:
+        rule = "on cpu (this version has no CUDA kernel for this operator)"
+        raise UnsupportedError(name, first, rule, str(facts.device))
+    from kda_kernels._cute import compile as backend  # noqa: PLC0415 - imported on a miss
+
+    target = backend.target_for(name, first, facts.device)
+    backend.require(name, first, facts.device)
+    launch = importlib.import_module(f"kda_kernels.{name}.launch")
+    kernel: Kernel = launch.kernel(values, facts.output_dtype, target, facts.device)
     return kernel
 
 

@@ -2,13 +2,13 @@
 
 Lives here: the key and the parameter list of an operator, as Python source from which plan.py
 writes one straight-line function per overload. The key holds shapes, strides, dtypes, devices,
-alignment of pools, scalars and whether a gradient is asked for, never values. Not here: the
-dictionary of plans that it looks up (plan.py).
+alignment of pools (on GPUs of every tensor), scalars and whether a gradient is asked for, never
+values. Not here: the dictionary of plans that it looks up (plan.py).
 """
 
 from __future__ import annotations
 
-from kda_kernels.contract.spec import Operator, Role, ScalarArg, TensorArg
+from kda_kernels.contract.spec import Layout, Operator, Role, ScalarArg, TensorArg
 
 
 def overload_arguments(operator: Operator, *, out: bool) -> tuple[TensorArg | ScalarArg, ...]:
@@ -30,6 +30,7 @@ def key(operator: Operator, *, out: bool) -> str:
     parts = [_facts(a) if isinstance(a, TensorArg) else a.name for a in arguments]
     wanted = [f"{operator.output.name}.requires_grad"] if out else []
     parts += [_metadata(operator.output.name)] if out else []
+    parts.append(_alignments(operator))
     pools = [a.name for a in operator.tensors if a.role is Role.UPDATE]
     parts.append(_objections([*filter(None, map(_wants_gradient, arguments)), *wanted], pools))
     return f"({', '.join(parts)})"
@@ -54,6 +55,20 @@ def _facts(argument: TensorArg) -> str:
         return f"None if {name} is None else ({_metadata(name)})"
     aligned = f", {name}.data_ptr() & 15" if argument.role is Role.UPDATE else ""
     return _metadata(name) + aligned
+
+
+def _alignments(operator: Operator) -> str:
+    """Write where rows and parameters start within 16 bytes: on GPUs it decides how to read them.
+
+    CPU kernels read every address alike, so on CPUs this costs one question.
+    """
+    names = [
+        a.name
+        for a in operator.tensors
+        if a.role is not Role.UPDATE and not a.optional and a.layout is not Layout.STRIDED
+    ]
+    starts = ", ".join(f"{name}.data_ptr() & 15" for name in names)
+    return f"{operator.tensors[0].name}.is_cuda and ({starts})"
 
 
 def _wants_gradient(argument: TensorArg | ScalarArg) -> str:

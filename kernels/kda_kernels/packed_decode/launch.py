@@ -1,0 +1,171 @@
+"""From a call of packed_decode on a GPU to its variant, and to the arguments the variant takes.
+
+Lives here: what is fixed when a kernel is compiled, read off a validated call, and the function
+that receives the contract's arguments. Not here: the kernel (cute.py, which imports CUTLASS and is
+therefore imported only when a variant is compiled) and the schedule's choice (config.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_kernels._cute import compile as backend
+from kda_kernels._cute.target import Target
+from kda_kernels.packed_decode.config import VECTOR_BYTES, Schedule, schedule
+
+HEAD_DIM = 128
+SOURCES = ("packed_decode/cute.py", "packed_decode/config.py", "packed_decode/launch.py")
+"""What the compiled code depends on beside the shared files, relative to the package."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one compiled function is fixed to; rows, slots, heads and strides are dynamic.
+
+    Attributes:
+        layout: ``"vk"`` or ``"kv"``.
+        schedule: how the work is cut.
+        softplus: the gate: softplus, or the lower-bound one.
+        wraps: negative indices count from the end (first_slot None).
+        aligned: lanes may read vectors of mixed_qkv, raw_gate and dt_bias.
+        qkv, gate, beta, A_log, dt_bias, state, index, output: names of dtypes; index is None where
+            there are no indices.
+        ranks: dimensions of the tensors that have other than one.
+    """
+
+    layout: str
+    schedule: Schedule
+    softplus: bool
+    wraps: bool
+    aligned: bool
+    qkv: str
+    gate: str
+    beta: str
+    A_log: str
+    dt_bias: str
+    state: str
+    index: str | None
+    output: str
+    ranks: Mapping[str, int] = field(hash=False)
+
+    @property
+    def gate_axis(self) -> int:
+        """The axis of raw_gate that counts rows."""
+        return 1 if self.ranks["gate"] == 4 else 0
+
+    @property
+    def beta_axis(self) -> int:
+        """The axis of raw_beta that counts rows; heads come next."""
+        return 1 if self.ranks["beta"] == 3 else 0
+
+
+def variant_of(values: Mapping[str, Any], output: torch.dtype, processors: int) -> Variant:
+    """Return the variant that serves a call of at least one row.
+
+    Args:
+        values: the contract's arguments by name.
+        output: type of the output.
+        processors: streaming multiprocessors of the device.
+    """
+    state, qkv, gate = values["state"], values["mixed_qkv"], values["raw_gate"]
+    indices, layout = values["state_indices"], values["state_layout"]
+    rows, heads = qkv.shape[0], state.shape[1]
+    cut = schedule(rows, heads, processors, state.element_size(), layout)
+    tensors = {
+        "qkv": qkv,
+        "gate": gate,
+        "beta": values["raw_beta"],
+        "A_log": _at_least_one_axis(values["A_log"]),
+        "dt_bias": values["dt_bias"],
+        "state": state,
+        "index": indices,
+    }
+    types = {name: None if t is None else _name(t.dtype) for name, t in tensors.items()}
+    ranks = {name: t.dim() for name, t in tensors.items() if t is not None}
+    return Variant(
+        layout=layout,
+        schedule=cut,
+        softplus=values["lower_bound"] is None,
+        wraps=indices is not None and values["first_slot"] is None,
+        # Lanes of the other schedule read single elements of the rows anyway.
+        aligned=layout == "vk" and _rows_are_aligned(qkv, gate, values["dt_bias"]),
+        output=_name(output),
+        ranks=ranks | {"output": 4},
+        **types,  # type: ignore[arg-type]
+    )
+
+
+def kernel(
+    values: Mapping[str, Any], output: torch.dtype, target: Target, device: torch.device
+) -> Callable[..., None]:
+    """Return the function that serves a call's signature and takes the contract's arguments."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    variant = variant_of(values, output, processors)
+    function = backend.load("packed_decode", variant, target, _trace, SOURCES)
+    return adapter(function, variant, values)
+
+
+def adapter(
+    function: Callable[..., None], variant: Variant, values: Mapping[str, Any]
+) -> Callable[..., None]:
+    """Wrap a compiled function to take the contract's arguments of one signature.
+
+    Scalars are part of a signature, so they are worked out here, once.
+    """
+    scale = HEAD_DIM**-0.5 if values["scale"] is None else float(values["scale"])
+    lower_bound = 0.0 if values["lower_bound"] is None else float(values["lower_bound"])
+    # Every slot number fits in 62 bits; the caller's first_slot may be any integer.
+    first_slot = min(values["first_slot"] or 0, 1 << 62)
+    flat = values["A_log"].dim() > 0
+
+    def packed_decode(
+        mixed_qkv: Tensor,
+        raw_gate: Tensor,
+        raw_beta: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        state_indices: Tensor | None,
+        _scale: float | None,
+        _lower_bound: float | None,
+        _first_slot: int | None,
+        _state_layout: str,
+        output: Tensor,
+    ) -> None:
+        a_log = A_log if flat else _at_least_one_axis(A_log)
+        head = (mixed_qkv, raw_gate, raw_beta, a_log, dt_bias, state, state_indices, output)
+        function(*head, scale, lower_bound, first_slot)
+
+    return packed_decode
+
+
+def _trace(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
+    """Return what the compiler compiles for a variant (imports CUTLASS)."""
+    from kda_kernels.packed_decode import cute  # noqa: PLC0415 - needs CUTLASS
+
+    return cute.trace(variant)
+
+
+def _rows_are_aligned(qkv: Tensor, gate: Tensor, dt_bias: Tensor) -> bool:
+    """Tell whether every row of the inputs that lanes read in vectors starts at 16 bytes."""
+    starts = [t.data_ptr() for t in (qkv, gate, dt_bias)]
+    steps = []
+    if qkv.shape[0] > 1:
+        between = (qkv.stride(0), gate.stride(1 if gate.dim() == 4 else 0))
+        steps = [step * qkv.element_size() for step in between]
+    return all(number % VECTOR_BYTES == 0 for number in (*steps, *starts))
+
+
+def _at_least_one_axis(tensor: Tensor) -> Tensor:
+    """Return a scalar tensor as one of one element, others as they are."""
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+
+def _name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without the package."""
+    return str(dtype).removeprefix("torch.")
