@@ -64,7 +64,9 @@ def value_rows_kernel(
     lanes = const_expr(D // vector)
     together = const_expr(32 // lanes)
     held = const_expr(v.schedule.tile // together)
-    steps = const_expr((2 * held).bit_length() - 1)
+    # Value rows whose sums end in one group of lanes, and lanes that hold the same sum.
+    kept = const_expr(max(1, 2 * held // lanes))
+    steps = const_expr((2 * held // kept).bit_length() - 1)
     spread = const_expr(lanes.bit_length() - 1 - steps)
     splits = const_expr(v.schedule.splits("vk"))
     thread, _, _ = cute.arch.thread_idx()
@@ -73,13 +75,14 @@ def value_rows_kernel(
     lane, warp = thread % 32, thread // 32
     group, key = lane // lanes, lane % lanes
     first = (split * v.schedule.warps + warp) * v.schedule.tile
-    mine = first + ((key >> spread) % held) * together + group
+    mine = first + ((key >> spread) % (held // kept)) * (kept * together) + group
     heads = state.shape[1]
     slot, live = slot_and_liveness(state_indices, row, Int64(state.shape[0]), first_slot, v)
     writes = (key < lanes // 2) & ((key & ((1 << spread) - 1)) == 0)
     if row < qkv.shape[0]:
         target = cute.make_tensor(
-            output.iterator + (Int64(row) * heads + head) * D + mine, cute.make_layout(1)
+            output.iterator + ((Int64(row) * heads + head) * D + mine),
+            cute.make_layout(kept, stride=together),
         )
         if live:
             base = device.pointer(
@@ -97,7 +100,10 @@ def value_rows_kernel(
                 gate.iterator, Int64(row) * gate.stride[v.gate_axis] + at, vector, v.aligned
             )
             bias = device.read(dt_bias.iterator, Int64(at), vector, v.aligned)
-            value = device.element(qkv.iterator, token + ((2 * heads + head) * D + mine))
+            value = cute.make_rmem_tensor((kept,), Float32)
+            for i in cutlass.range_constexpr(kept):
+                channel = (2 * heads + head) * D + mine + i * together
+                value[i] = device.element(qkv.iterator, token + channel)
             b = device.sigmoid(
                 device.element(
                     beta.iterator,
@@ -129,25 +135,29 @@ def value_rows_kernel(
                 sums[i] = sk
                 sums[held + i] = sq
             device.halving_sum(sums, 2 * held, key, lanes // 2, steps)
-            total = sums[0]
-            for j in cutlass.range_constexpr(spread):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << (spread - 1 - j))
-            other = cute.arch.shuffle_sync_bfly(total, offset=lanes // 2)
+            bu = cute.make_rmem_tensor((kept,), Float32)
             upper = key >= lanes // 2
-            sk = cutlass.select_(upper, other, total)
-            sq = cutlass.select_(upper, total, other)
-            bu = b * (value - sk)
-            if writes:
-                target[0] = output.element_type(sq + bu * kq)
+            for i in cutlass.range_constexpr(kept):
+                total = sums[i]
+                for j in cutlass.range_constexpr(spread):
+                    total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << (spread - 1 - j))
+                other = cute.arch.shuffle_sync_bfly(total, offset=lanes // 2)
+                sk = cutlass.select_(upper, other, total)
+                sq = cutlass.select_(upper, total, other)
+                bu[i] = b * (value[i] - sk)
+                if writes:
+                    target[i] = output.element_type(sq + bu[i] * kq)
             for i in cutlass.range_constexpr(held):
                 device.launder_packed(tile[None, i])
-                bu_row = cute.arch.shuffle_sync(bu, group * lanes + (i << spread))
+                source = group * lanes + ((i // kept) << spread)
+                bu_row = cute.arch.shuffle_sync(bu[i % kept], source)
                 for j in cutlass.range_constexpr(vector):
                     tile[j, i] = state.element_type(Float32(tile[j, i]) * d[j] + bu_row * k[j])
             for i in cutlass.range_constexpr(held):
                 cute.autovec_copy(tile[None, i], S[None, first + i * together + group, key])
         elif writes:
-            target[0] = output.element_type(0.0)
+            for i in cutlass.range_constexpr(kept):
+                target[i] = output.element_type(0.0)
 
 
 @cute.kernel
@@ -232,9 +242,6 @@ def key_rows_kernel(
                 gate.iterator, Int64(row) * gate.stride[v.gate_axis] + (head * D + own)
             )
             bias = device.element(dt_bias.iterator, Int64(head * D + own))
-            values = device.read(
-                qkv.iterator, token + ((2 * heads + head) * D + at * vector), vector, False
-            )
             b = device.sigmoid(
                 device.element(
                     beta.iterator,
@@ -280,6 +287,10 @@ def key_rows_kernel(
                 cute.autovec_copy(
                     part[None, c], partial[None, n % per_sum, n // per_sum, column, warp]
                 )
+            # Read here and not with the rest, to hold 8 registers less while sums are formed.
+            values = device.read(
+                qkv.iterator, token + ((2 * heads + head) * D + at * vector), vector, False
+            )
             cute.arch.sync_threads()
             bu = cute.make_rmem_tensor((vector,), Float32)
             sq = cute.make_rmem_tensor((vector,), Float32)
