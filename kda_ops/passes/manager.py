@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
@@ -66,7 +67,12 @@ class Finding:
     pool_shape: tuple[int, ...] = ()
 
 
-class KdaPass(CustomGraphPass):
+# A pass that is told whether it sees an inference graph: where torch has such passes, one that the
+# user installed has to be told through ours.
+_Told: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+
+
+class KdaPass(_Told):
     """Rewrites delta-rule steps of a post-grad graph to ``kda::packed_decode``.
 
     Args:
@@ -78,17 +84,20 @@ class KdaPass(CustomGraphPass):
     def __init__(
         self,
         options: Options | None = None,
-        first: tuple[Callable[[Graph], None], ...] = (),
+        first: tuple[Callable[..., None], ...] = (),
         observers: tuple[Callable[[Graph, list[Finding]], None], ...] = (),
     ) -> None:
         self.options = options or Options()
         self.first = first
         self.observers = observers
 
-    def __call__(self, graph: Graph) -> None:
+    def __call__(self, graph: Graph, is_inference: bool = True) -> None:
         """Run the user's passes, then this one."""
         for earlier in self.first:
-            earlier(graph)
+            if _Told is not CustomGraphPass and isinstance(earlier, _Told):
+                earlier(graph, is_inference)
+            else:
+                earlier(graph)
         findings = rewrite_graph(graph, self.options)
         for observer in (*self.observers, *_observers):
             observer(graph, findings)

@@ -80,6 +80,9 @@ class Reason(Enum):
         "the number of indices is not the number of rows",
         "give every row one slot",
     )
+    NO_ROWS = Explanation(
+        "the graph is compiled for no rows at all", "nothing: such a graph does no work"
+    )
     MASKED_ROWS = Explanation(
         "the update of the state is masked row by row",
         "call kda_ops.packed_kda_decode, whose null slots mask rows",

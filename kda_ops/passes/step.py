@@ -72,6 +72,8 @@ def match(found: Anchor, graph: Graph, same: dict[Node, Node]) -> Step:
 def row_count(window: Window, found: Anchor) -> int:
     """Return the number of rows, which indices, state and written value have to agree on."""
     rows = window.shape(found.index if found.index is not None else found.pool)[0]
+    if rows == 0:
+        raise RefusalError(Reason.NO_ROWS, found.value)
     shape = window.shape(found.value)
     expected = (rows, *window.shape(found.pool)[1:])
     dropped = len(expected) - len(shape)  # a setitem of one row drops its dimension
