@@ -166,9 +166,9 @@ def erase_assertions(graph: Graph) -> bool:
 
 def try_step(write: Node, graph: Graph, options: Options) -> Finding:
     """Match, certify and replace one step; a failure of any kind is a refusal."""
-    pool = write.args[0]
-    shape = tuple(s if isinstance(s, int) else -1 for s in pool.meta["val"].shape)  # type: ignore[union-attr]
-    base = Finding(write.name, source_line(write), pool.name, pool_shape=shape)  # type: ignore[union-attr]
+    pool: Any = write.args[0]
+    shape = tuple(s if isinstance(s, int) else -1 for s in pool.meta["val"].shape)
+    base = Finding(write.name, source_line(write), pool.name, pool_shape=shape)
     try:
         step = read_step(write, graph)
         if options.certify:

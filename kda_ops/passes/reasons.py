@@ -109,7 +109,7 @@ class Reason(Enum):
     )
     NORM_MISSING = Explanation(
         "q or k is not divided by its L2 norm inside the graph",
-        "normalise q and k in the compiled function: x * rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)",
+        "normalise both in the compiled function: x * rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)",
     )
     NORM_EPS = Explanation(
         "the L2 norm of q or k adds another eps than 1e-6", "use eps = 1e-6 inside the root"

@@ -1,4 +1,4 @@
-"""No match is shipped that the certificate does not confirm, and none that fails stops a compile."""
+"""No match is shipped that the certificate does not confirm; one that fails stops no compile."""
 
 import dataclasses
 

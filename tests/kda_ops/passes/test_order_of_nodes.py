@@ -1,4 +1,4 @@
-"""Wherever the inputs of a step are computed, the operator comes after them and before its users."""
+"""Wherever a step's inputs are computed, the operator comes after them and before its users."""
 
 import itertools
 
@@ -27,7 +27,7 @@ class Layer(torch.nn.Module):
 
 
 def permuted(graph, order, producers):
-    """Return a copy of a graph with its producers in another order, users as early as they may be."""
+    """Copy a graph with its producers in another order and their users as early as may be."""
     copy, moved = Graph(), {}
 
     def take(node):

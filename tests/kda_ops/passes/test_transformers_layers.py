@@ -1,4 +1,4 @@
-"""KimiLinear of transformers, in its eager reference path: float32 is rewritten, bfloat16 explained."""
+"""transformers' KimiLinear, eager reference path: float32 is rewritten, bfloat16 explained."""
 
 import copy
 
