@@ -54,7 +54,7 @@ def test_without_certificates_the_misreading_would_have_been_shipped(step, monke
 
 
 def test_a_certificate_that_cannot_be_run_is_a_refusal(step, monkeypatch):
-    def broken(*_):
+    def broken(**_):
         raise RuntimeError("out of luck")
 
     monkeypatch.setattr(certificate, "reference", broken)
