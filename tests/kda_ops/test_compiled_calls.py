@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.torch_version import TorchVersion
 
 from kda_kernels.contract.spec import Role
 from kda_kernels.testing.cases import clone, output_of
@@ -103,13 +104,19 @@ def test_a_pool_that_is_one_layer_of_a_cache_is_updated_in_place(operator, funct
     assert "clone" not in code and "copy_" not in code
 
 
-def test_pools_that_are_views_of_pages_are_updated_in_place(operator, function, call):
+def test_pools_that_are_views_of_pages_are_updated_in_place(request, operator, function, call):
     # A page holds the window (as bfloat16), the state (as float32) and a pad, as in vLLM.
     values = call({"H": 2, "L": 3, "T": 1, "R": 3, "N": 3, "B": 3})
     page, window, pad = 33936, 4608 // 4, 16
     slots = values["state"].shape[0]
     pages = torch.full((slots * page,), math.nan)
     shapes = {name: values.pop(name).shape for name in pool_names(operator)}
+    if "conv_state" in shapes and TorchVersion(torch.__version__) < (2, 13):
+        reason = (
+            "seen in torch 2.11: of two mutated views of one base, one of them through another "
+        )
+        reason += "dtype, compiled code loses the first update"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
 
     def step(pages, values):
         pools = {"state": pages.as_strided(shapes["state"], (page, 16384, 128, 1), window)}

@@ -1,6 +1,7 @@
 """transformers' KimiLinear, eager reference path: float32 is rewritten, bfloat16 explained."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -40,11 +41,17 @@ def model():
 def decode(step, model):
     """Prefill, then capture one decode step and compare it with eager."""
     cache = transformers.DynamicCache(config=model.config)
+    # transformers renamed the argument after 5.17.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    def logits(tokens, cache):
+        return model(tokens, **{name: cache}).logits
+
     with torch.no_grad():
-        tokens = model(torch.randint(3, 64, (2, 5)), cache=cache).logits[:, -1:].argmax(-1)
+        tokens = logits(torch.randint(3, 64, (2, 5)), cache)[:, -1:].argmax(-1)
         twin = copy.deepcopy(cache)
-        expected = model(tokens, cache=twin).logits
-    captured = step.capture(lambda t, c: model(t, cache=c).logits, tokens, cache)
+        expected = logits(tokens, twin)
+    captured = step.capture(logits, tokens, cache)
     return captured, expected, cache, twin
 
 
