@@ -1,7 +1,7 @@
 """Why a place that looks like a delta-rule step is not rewritten: codes, sentences, advice.
 
 Lives here: the closed list of reasons as data, and the exception that carries one through the
-matcher. Not here: deciding (delta_rule.py and its neighbours) or printing (explain.py).
+matcher. Not here: deciding (delta_rule.py and its neighbours) or printing (explanation.py).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ call, ``cold`` the next slots of a pool that exceeds the caches (as a model of m
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -94,15 +95,16 @@ def kernel_call(shape: Shape, t: dict[str, Any], indices: Tensor) -> Callable[[]
     rows, heads = shape.rows, shape.heads
     if shape.operator == "packed_decode":
         output = torch.empty(rows, 1, heads, HEAD_DIM, dtype=torch.bfloat16)
-        gates = (t["raw_gate"], t["raw_beta"], t["A_log"], t["dt_bias"])
+        head = (t["x"], t["raw_gate"], t["raw_beta"], t["A_log"], t["dt_bias"])
         tail = (t["state"], indices, None, -5.0, 0, shape.layout, output)
-        arguments = (t["x"], *gates, *tail)
+        arguments: tuple[Any, ...] = (*head, *tail)
     else:
         output = torch.empty(1, rows, heads, HEAD_DIM, dtype=torch.bfloat16)
         gates = (t["raw_gate"].view(1, rows, heads, HEAD_DIM), t["raw_beta"][None])
-        head = (t["x"], t["weight"], t["conv_state"], *gates, t["A_log"], t["dt_bias"])
+        conv = (t["x"], t["weight"], t["conv_state"])
         norm = (t["output_gate"], t["norm_weight"], -5.0, 1e-5)
-        arguments = (*head, indices, t["state"], *norm, None, None, 0, shape.layout, output)
+        middle = (*gates, t["A_log"], t["dt_bias"], indices, t["state"], *norm)
+        arguments = (*conv, *middle, None, None, 0, shape.layout, output)
 
     def call() -> Tensor:
         kernel(*arguments)
@@ -139,7 +141,7 @@ def measure(shape: Shape, *, inductor: bool, rounds: int) -> Line:
     states = t["state"].view(shape.calls, shape.rows, -1)
     contestants: dict[str, harness.Contestant] = {
         "kernel": harness.rotating(kernel_call(shape, t, i) for i in t["indices"]),
-        "mul_": harness.rotating([lambda s=s: s.mul_(1.0) for s in states]),
+        "mul_": harness.rotating([functools.partial(s.mul_, 1.0) for s in states]),
     }
     if inductor:
         torch._dynamo.reset()

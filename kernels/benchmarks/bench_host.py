@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -47,25 +48,28 @@ def calls() -> dict[str, Callable[[], object]]:
     """Return what is timed, by name."""
     t = tensors()
     gates = (t["raw_gate"], t["raw_beta"], t["A_log"], t["dt_bias"])
-    packed = (t["x"], *gates, t["state"], t["indices"])
+    packed: tuple[Any, ...] = (t["x"], *gates, t["state"], t["indices"])
     packed_output = torch.empty(1, 1, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     packed_kernel = build.load("packed_decode")
     wide = (t["raw_gate"].view(1, 1, HEADS, HEAD_DIM), t["raw_beta"][None])
     norm = (t["output_gate"], t["norm_weight"])
-    fused = (t["x"], t["weight"], t["conv_state"], *wide, t["A_log"], t["dt_bias"])
-    fused += (t["indices"], t["state"], *norm)
+    conv = (t["x"], t["weight"], t["conv_state"])
+    tail = (t["A_log"], t["dt_bias"], t["indices"], t["state"], *norm)
+    fused: tuple[Any, ...] = (*conv, *wide, *tail)
     fused_output = torch.empty(1, 1, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     fused_kernel = build.load("fused_decode")
     a, b, c = (torch.zeros(64) for _ in range(3))
+    packed_call: Callable[..., object] = kda_ops.packed_kda_decode
+    fused_call: Callable[..., object] = kda_ops.fused_kda_decode
     fused_tail = (-5.0, 1e-5, None, None, 1, "vk", fused_output)
     return {
         "torch.add(out=)": lambda: torch.add(a, b, out=c),
         "packed kernel": lambda: packed_kernel(*packed, None, -5.0, 0, "vk", packed_output),
-        "packed call": lambda: kda_ops.packed_kda_decode(*packed),
-        "packed call, output=": lambda: kda_ops.packed_kda_decode(*packed, packed_output),
+        "packed call": lambda: packed_call(*packed),
+        "packed call, output=": lambda: packed_call(*packed, packed_output),
         "fused kernel": lambda: fused_kernel(*fused, *fused_tail),
-        "fused call": lambda: kda_ops.fused_kda_decode(*fused),
-        "fused call, output=": lambda: kda_ops.fused_kda_decode(*fused, output=fused_output),
+        "fused call": lambda: fused_call(*fused),
+        "fused call, output=": lambda: fused_call(*fused, output=fused_output),
     }
 
 
