@@ -9,12 +9,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import CASTS, is_exact_cast, is_view
+from kda_ops.passes.terms import CASTS, is_exact_cast, is_view, operands
 
 aten = torch.ops.aten
 functionalized = torch.ops.higher_order.auto_functionalized_v2
@@ -61,7 +62,7 @@ def candidates(graph: Graph) -> Iterator[Node]:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in WRITES:
             continue
-        pool, value = node.args[0], written(node)
+        pool, value = operands(node)[0], written(node)
         if not isinstance(value, Node) or value.target in {operator.getitem, *WRITES}:
             continue
         if not state_like(value, least=2) or not state_like(pool):
@@ -73,9 +74,9 @@ def candidates(graph: Graph) -> Iterator[Node]:
             yield node
 
 
-def written(node: Node) -> object:
+def written(node: Node) -> Any:
     """Return the value argument of a write."""
-    return node.args[2] if node.target is aten.index_put.default else node.args[1]
+    return operands(node)[2] if node.target is aten.index_put.default else operands(node)[1]
 
 
 def state_like(node: object, least: int = 3) -> bool:
@@ -124,17 +125,18 @@ def contracts(value: Node, flow: set[Node]) -> bool:
 
 def anchor(write: Node, same: dict[Node, Node]) -> Anchor:
     """Describe the state around a write, or say why the pool may not be worked on in place."""
-    pool, value = write.args[0], written(write)
-    check_form(write, pool)  # type: ignore[arg-type]
+    pool, value = operands(write)[0], written(write)
+    check_form(write, pool)
     dense = write.target is aten.copy_.default
+    casts: list[Node] = []
     back = write if dense else write_back(write)
     if dense:
-        index, reads, casts = None, [pool], []
+        index, reads = None, [pool]
     else:
         index = slot_index(write)
-        reads, casts = gathers(pool, index, write, same)  # type: ignore[arg-type]
-        index = plain_index(index, same)  # type: ignore[assignment]
-    found = Anchor(pool, write, value, index, reads, back, casts)  # type: ignore[arg-type]
+        reads, casts = gathers(pool, index, write, same)
+        index = plain_index(index, same)
+    found = Anchor(pool, write, value, index, reads, back, casts)
     check_users(found)
     return found
 
@@ -154,33 +156,33 @@ def check_form(write: Node, pool: Node) -> None:
         raise RefusalError(Reason.HEAD_WIDTH, pool, f"shape {tuple(value.shape)}")
     if value.dtype not in {torch.float32, torch.bfloat16}:
         raise RefusalError(Reason.STATE_DTYPE, pool, str(value.dtype))
-    if write.target is aten.index_put.default and len(write.args) > 3 and write.args[3]:
+    if write.target is aten.index_put.default and len(operands(write)) > 3 and operands(write)[3]:
         raise RefusalError(Reason.ACCUMULATES, write)
 
 
 def pool_root(pool: Node) -> Node:
     """Return the input behind a pool that our own operators have already been put on."""
-    while pool.target is operator.getitem and pool.args[0].target is functionalized:  # type: ignore[union-attr]
-        pool = pool.args[0].kwargs["_all_bases"][0]  # type: ignore[union-attr, index, assignment]
+    while pool.target is operator.getitem and operands(pool)[0].target is functionalized:
+        pool = operands(pool)[0].kwargs["_all_bases"][0]
     return pool
 
 
 def before(node: Node) -> Node | None:
     """Return the pool that a written pool was made from."""
     if node.target is aten.index_put.default:
-        return node.args[0]  # type: ignore[return-value]
-    if node.target is operator.getitem and node.args[0].target is functionalized:  # type: ignore[union-attr]
-        return node.args[0].kwargs["_all_bases"][0]  # type: ignore[union-attr, index, return-value]
+        return operands(node)[0]
+    if node.target is operator.getitem and operands(node)[0].target is functionalized:
+        return operands(node)[0].kwargs["_all_bases"][0]
     return None
 
 
 def write_back(write: Node) -> Node:
     """Return the epilogue's copy_ that stores a written pool, possibly after later writes."""
-    root = pool_root(write.args[0])  # type: ignore[arg-type]
+    root = pool_root(operands(write)[0])
     for user in root.users:
-        if user.target is not aten.copy_.default or user.args[0] is not root:
+        if user.target is not aten.copy_.default or operands(user)[0] is not root:
             continue
-        stored: Node | None = user.args[1]  # type: ignore[assignment]
+        stored: Node | None = operands(user)[1]
         while stored is not None and stored is not write:
             stored = before(stored)
         if stored is write:
@@ -190,8 +192,8 @@ def write_back(write: Node) -> Node:
 
 def slot_index(write: Node) -> Node:
     """Return the one index tensor of a write over the first dimension."""
-    indices = write.args[1]
-    index = indices[0] if len(indices) == 1 else None  # type: ignore[index, arg-type]
+    indices = operands(write)[1]
+    index = indices[0] if len(indices) == 1 else None
     if not isinstance(index, Node):
         raise RefusalError(Reason.INDEX_FORM, write, "not one index over the first dimension")
     value = index.meta["val"]
@@ -200,10 +202,10 @@ def slot_index(write: Node) -> Node:
     return index
 
 
-def plain_index(index: object, same: dict[Node, Node]) -> object:
+def plain_index(index: Any, same: dict[Node, Node]) -> Any:
     """Return an index below exact integer casts, the first node of those that compute it."""
     while isinstance(index, Node) and index.target in CASTS and is_exact_cast(index):
-        index = index.args[0]
+        index = operands(index)[0]
     return same.get(index, index) if isinstance(index, Node) else index
 
 
@@ -215,10 +217,10 @@ def gathers(
     reads = [u for s in (pool, *casts) for u in s.users if u.target is aten.index.Tensor]
     matching = []
     for read in reads:
-        indices = read.args[1]
-        if len(indices) != 1 or read.args[0] not in (pool, *casts):  # type: ignore[arg-type]
+        indices = operands(read)[1]
+        if len(indices) != 1 or operands(read)[0] not in (pool, *casts):
             raise RefusalError(Reason.INDEX_FORM, read)
-        if plain_index(indices[0], same) is plain_index(index, same):  # type: ignore[index]
+        if plain_index(indices[0], same) is plain_index(index, same):
             matching.append(read)
     if not matching:
         raise RefusalError(Reason.INDEX_MISMATCH, write, f"written at {index.name}")
@@ -237,7 +239,7 @@ def check_users(found: Anchor) -> None:
     users = list(found.write.users)
     continued = any(u.target is aten.index_put.default and u.args[0] is found.write for u in users)
     for user in users:
-        later = user.target is aten.index_put.default and user.args[0] is found.write
+        later = user.target is aten.index_put.default and operands(user)[0] is found.write
         later = later or (continued and user.target is aten.index.Tensor)
         if user is not found.back and not later:
             raise outsider(user)

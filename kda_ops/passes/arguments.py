@@ -42,8 +42,8 @@ class Emitter(Protocol):
 class Access:
     """Where elements over (row, head, width) lie in a node's rows.
 
-    The node, with dimension ``batch`` moved to the front, is read as [rows, width]; an element is at
-    ``offset + head * head_stride + position * stride``. ``width`` is that of the node's rows.
+    The node, with dimension ``batch`` moved to the front, is read as [rows, width]; an element is
+    at ``offset + head * head_stride + position * stride``. ``width`` is that of the node's rows.
     """
 
     node: Node
@@ -218,7 +218,9 @@ class Arguments:
         state = emit.input(self.pool)
         if self.bias is None:
             device = emit.value(state).device
-            bias = emit.call(aten.full.default, [heads * D], 0.0, dtype=torch.float32, device=device)
+            bias = emit.call(
+                aten.full.default, [heads * D], 0.0, dtype=torch.float32, device=device
+            )
         else:
             bias = parameter(emit, self.bias, heads * D)
         return {

@@ -35,7 +35,8 @@ def kda(
         settings.update(torch._inductor.list_mode_options(mode))
     settings.update(kwargs.get("options") or {})
     patches = {**settings, **inductor_options_over(settings)}
-    return compile_fx(graph, list(example_inputs), config_patches=patches)
+    compiled: Any = compile_fx(graph, list(example_inputs), config_patches=patches)
+    return compiled
 
 
 def inductor_options_over(settings: dict[str, Any]) -> dict[str, Any]:

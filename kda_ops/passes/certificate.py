@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kda_kernels.packed_decode.reference import packed_decode as reference
-from kda_ops.passes.arguments import D
+from kda_ops.passes.arguments import Access, D
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.step import Step
-from kda_ops.passes.terms import RESHAPES, ROW
+from kda_ops.passes.terms import RESHAPES, ROW, operands
 
 aten = torch.ops.aten
 
@@ -125,7 +125,7 @@ class Trial:
 
     def computed(self, node: Node) -> Any:
         """Call a node of the graph on the trial's tensors."""
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.stand_in)
+        args, kwargs = torch.fx.node.map_arg((operands(node), dict(node.kwargs)), self.stand_in)
         if node.target in RESHAPES or node.target in {aten.expand.default, aten.full.default}:
             shape = list(self.shrink(node))
             args = (shape, *args[1:]) if node.target is aten.full.default else (args[0], shape)
@@ -161,11 +161,17 @@ def fingerprint(step: Step) -> str:
         lines.append(f"{value.dtype} {tuple(value.shape)} {value.stride()}")
     for node in step.region:
         names[node] = f"%{len(names)}"
-        args = torch.fx.node.map_arg((node.args, dict(node.kwargs)), name)
+        args = torch.fx.node.map_arg((operands(node), dict(node.kwargs)), name)
         lines.append(f"{names[node]} = {node.target}{args}")
-    views = (*step.arguments.parts, step.arguments.gate, step.arguments.beta)
-    views += (step.arguments.a_log, step.arguments.bias)  # type: ignore[assignment]
-    lines += [str(item and replace(item, node=names[item.node])) for item in views]  # type: ignore[type-var, arg-type]
+    views: tuple[Access | None, ...] = (
+        *step.arguments.parts,
+        step.arguments.gate,
+        step.arguments.beta,
+    )
+    views += (step.arguments.a_log, step.arguments.bias)
+    for view in views:
+        place = view and (view.batch, view.width, view.offset, view.head_stride, view.stride)
+        lines.append(f"{view and names[view.node]} {place}")
     keywords = (step.arguments.scale, step.arguments.lower_bound, step.arguments.layout)
     return "\n".join([*lines, str(keywords), str(step.output_dtype), names[step.output]])
 
@@ -233,7 +239,7 @@ def compare_rows(step: Step, rows: int) -> None:
     arguments = step.arguments.emit(trial)
     arguments["state"] = before
     output = torch.empty(rows, 1, step.arguments.heads, D, dtype=step.output_dtype)
-    reference(*arguments.values(), output)  # type: ignore[misc]
+    reference(**arguments, output=output)
     close(step, "output", output.reshape(-1), expected.reshape(-1))
     close(step, "state", before, written)
 

@@ -31,7 +31,7 @@ from kda_ops.passes.algebra import (
 )
 from kda_ops.passes.expression import Reader
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import CASTS, ROW, Term, Window
+from kda_ops.passes.terms import CASTS, ROW, Term, Window, operands
 
 aten = torch.ops.aten
 
@@ -171,7 +171,7 @@ def squared_norm(reader: Reader, value: Value) -> tuple[Value, float] | None:
     node = value.node
     if node.target not in {aten.add.Tensor, aten.add.Scalar} or node.kwargs:
         return None
-    total, eps = node.args[:2]
+    total, eps = operands(node)[:2]
     if not isinstance(total, Node) or not isinstance(eps, int | float):
         return None
     _, factors = reader.factors(total, value.index)
@@ -213,4 +213,3 @@ def read_output(reader: Reader, node: Node, update: Update, index: Index) -> Out
             raise RefusalError(Reason.SCALE_NOT_CONSTANT, node)
         return Output(node, query, scale)
     return None
-

@@ -30,7 +30,7 @@ from kda_ops.passes.algebra import (
     times,
 )
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import CASTS, Term, Window
+from kda_ops.passes.terms import CASTS, Term, Window, operands
 
 aten = torch.ops.aten
 
@@ -87,9 +87,9 @@ class Reader:
 
     def _combined(self, node: Node, index: Index) -> Polynomial:
         """Read an element that the state flows into."""
-        target, args = node.target, node.args
+        target, args = node.target, operands(node)
         if target in ADDS:
-            alpha = ADDS[target] * float(node.kwargs.get("alpha", 1.0))  # type: ignore[index, arg-type]
+            alpha = ADDS[target] * number_of(node.kwargs.get("alpha", 1.0))
             left, right = (self.polynomial(a, index) for a in args[:2])
             return add(left, right, alpha)
         if target in PRODUCTS:
@@ -99,7 +99,7 @@ class Reader:
         if target is aten.neg.default:
             return add({}, self.polynomial(args[0], index), -1.0)
         if target is aten.addcmul.default:
-            value = float(node.kwargs.get("value", 1.0))  # type: ignore[arg-type]
+            value = number_of(node.kwargs.get("value", 1.0))
             extra = self._product(node, *(self.polynomial(a, index) for a in args[1:3]))
             return add(self.polynomial(args[0], index), extra, value)
         if target in SUMS:
@@ -107,7 +107,7 @@ class Reader:
         if target in {aten.bmm.default, aten.mm.default}:
             return self._matmul(node, args[0], args[1], index)
         if target is aten.baddbmm.default:
-            beta, alpha = (float(node.kwargs.get(n, 1.0)) for n in ("beta", "alpha"))  # type: ignore[arg-type]
+            beta, alpha = (number_of(node.kwargs.get(n, 1.0)) for n in ("beta", "alpha"))
             base = add({}, self.polynomial(args[0], index), beta)
             return add(base, self._matmul(node, args[1], args[2], index), alpha)
         if target is aten.where.self:
@@ -120,14 +120,14 @@ class Reader:
         return multiply(left, right)
 
     def _quotient(self, node: Node, index: Index) -> Polynomial:
-        above, below = (self.polynomial(a, index) for a in node.args[:2])
+        above, below = (self.polynomial(a, index) for a in operands(node)[:2])
         if len(below) != 1 or any(map(has_state, below)):
             raise RefusalError(Reason.NOT_UNDERSTOOD, node, "a quotient by the state or a sum")
         ((factors, coefficient),) = below.items()
         return multiply(above, {power(factors, -1.0): 1.0 / coefficient})
 
     def _sum(self, node: Node, index: Index) -> Polynomial:
-        source = node.args[0]
+        source = operands(node)[0]
         terms_index, summed = summed_index(self.window, node, index)
         terms = self.polynomial(source, terms_index)
         for name, size in summed:
@@ -163,7 +163,7 @@ class Reader:
             return 1.0, itself
         if node.meta["val"].dtype is not torch.float32:
             return 1.0, itself
-        target, args = node.target, node.args
+        target, args = node.target, operands(node)
         if target is aten.full.default and isinstance(args[1], int | float):
             return float(args[1]), ONE
         if target in PRODUCTS:
@@ -191,7 +191,7 @@ class Reader:
         source, summed = summed_index(self.window, node, index)
         if len(summed) != 1 or summed[0][1] != HEAD_WIDTH:
             return None
-        coefficient, factors = self.factors(node.args[0], source)
+        coefficient, factors = self.factors(operands(node)[0], source)
         ((factors, coefficient),) = sum_over({factors: coefficient}, *summed[0]).items()
         return coefficient, factors
 
@@ -210,19 +210,22 @@ def squares(item: Contraction) -> bool:
     return all(p == 2.0 for _, p in item.body)
 
 
+def number_of(value: Any) -> float:
+    """Return a keyword of a node that is a number."""
+    return float(value)
+
+
 def number(value: Any) -> Polynomial:
     """Return a constant."""
     return {ONE: float(value)} if value else {}
 
 
-def summed_index(
-    window: Window, node: Node, index: Index
-) -> tuple[Index, list[tuple[str, int]]]:
+def summed_index(window: Window, node: Node, index: Index) -> tuple[Index, list[tuple[str, int]]]:
     """Return the index into what a sum adds up, with fresh axes in the summed dimensions."""
-    shape = window.shape(node.args[0])  # type: ignore[arg-type]
-    dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(len(shape))
-    summed_dims = {d % len(shape) for d in dims}  # type: ignore[union-attr, operator]
-    keep = bool(node.args[2]) if len(node.args) > 2 else False
+    shape = window.shape(operands(node)[0])
+    dims = operands(node)[1] if len(operands(node)) > 1 and operands(node)[1] else range(len(shape))
+    summed_dims = {d % len(shape) for d in dims}
+    keep = bool(operands(node)[2]) if len(operands(node)) > 2 else False
     rest = iter(index)
     entries, summed = [], []
     for dim, size in enumerate(shape):

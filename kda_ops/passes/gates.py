@@ -17,7 +17,7 @@ from kda_ops.passes.algebra import Product, Value
 from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.expression import Reader
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import ROW, Term
+from kda_ops.passes.terms import ROW, Term, operands
 
 aten = torch.ops.aten
 SOFTPLUS_THRESHOLD = 20.0
@@ -25,7 +25,7 @@ SOFTPLUS_THRESHOLD = 20.0
 
 @dataclass(frozen=True)
 class Gate:
-    """g of a step: ``logits`` plus ``bias`` (or None), exp of ``a_log``, and the bound (or None)."""
+    """g of a step: ``logits`` plus ``bias`` (or None), exp of ``a_log``, the bound (or None)."""
 
     logits: Term
     bias: Term | None
@@ -35,7 +35,7 @@ class Gate:
 
 def operand(reader: Reader, value: Value, position: int = 0) -> Term:
     """Return an operand of an elementwise node at the element of a value."""
-    return below(reader, value.node.args[position], value)
+    return below(reader, operands(value.node)[position], value)
 
 
 def below(reader: Reader, node: Any, value: Value | Term) -> Term:
@@ -67,16 +67,16 @@ def sigmoid_of(reader: Reader, factors: Product) -> Term | None:
     term = below(reader, exponential, factor)
     if term.node.target is not aten.exp.default:
         return None
-    negated = below(reader, term.node.args[0], term)
+    negated = below(reader, operands(term.node)[0], term)
     if negated.node.target is not aten.neg.default:
         return None
     unrounded(factor)
-    return below(reader, negated.node.args[0], negated)
+    return below(reader, operands(negated.node)[0], negated)
 
 
 def other_than(node: Node, number: float) -> Node | None:
     """Return the tensor operand of ``tensor + number`` in either order."""
-    left, right = node.args[:2]
+    left, right = operands(node)[:2]
     if node.kwargs:
         return None
     if isinstance(left, Node) and right == number:
@@ -98,7 +98,7 @@ def read_gate(reader: Reader, decay: Value, key_axis: str) -> Gate:
     if decay.node.target not in {aten.exp.default, aten.exp2.default}:
         raise RefusalError(Reason.GATE_FORM, decay.node, f"the decay is {decay.node.target}")
     unrounded(decay)
-    coefficient, factors = reader.factors(decay.node.args[0], decay.index)
+    coefficient, factors = reader.factors(operands(decay.node)[0], decay.index)
     if decay.node.target is aten.exp2.default:
         coefficient *= math.log(2.0)
     logits = sigmoid_of(reader, factors)
@@ -142,17 +142,17 @@ def softplus_of(reader: Reader, factors: Product) -> Term | None:
     if not isinstance(factor, Value) or power != 1.0:
         return None
     unrounded(factor)
-    if factor.node.target is aten.softplus.default and len(factor.node.args) == 1:
+    if factor.node.target is aten.softplus.default and len(operands(factor.node)) == 1:
         return operand(reader, factor)
     if factor.node.target is not aten.where.self:
         return None
     condition, yes, no = (operand(reader, factor, i) for i in range(3))
     large = {aten.gt.Scalar: True, aten.ge.Scalar: True, aten.le.Scalar: False}
     large |= {aten.lt.Scalar: False}
-    if condition.node.target not in large or condition.node.args[1] != SOFTPLUS_THRESHOLD:
+    if condition.node.target not in large or operands(condition.node)[1] != SOFTPLUS_THRESHOLD:
         return None
     linear, curved = (yes, no) if large[condition.node.target] else (no, yes)
-    compared = below(reader, condition.node.args[0], condition)
+    compared = below(reader, operands(condition.node)[0], condition)
     return linear if linear == compared == log1p_exp(reader, curved) else None
 
 
@@ -160,15 +160,15 @@ def log1p_exp(reader: Reader, term: Term) -> Term | None:
     """Return x when a term is log(1 + exp(x))."""
     inner = None
     if term.node.target is aten.log1p.default:
-        inner = below(reader, term.node.args[0], term)
+        inner = below(reader, operands(term.node)[0], term)
     elif term.node.target is aten.log.default:
-        total = below(reader, term.node.args[0], term)
+        total = below(reader, operands(term.node)[0], term)
         if total.node.target in {aten.add.Tensor, aten.add.Scalar}:
             exponential = other_than(total.node, 1)
             inner = None if exponential is None else below(reader, exponential, total)
     if inner is None or inner.node.target is not aten.exp.default:
         return None
-    return below(reader, inner.node.args[0], inner)
+    return below(reader, operands(inner.node)[0], inner)
 
 
 def split_bias(reader: Reader, argument: Term, key_axis: str) -> tuple[Term, Term | None]:
@@ -176,7 +176,7 @@ def split_bias(reader: Reader, argument: Term, key_axis: str) -> tuple[Term, Ter
     node = argument.node
     if node.target is not aten.add.Tensor or node.kwargs:
         return argument, None
-    left, right = node.args[:2]
+    left, right = operands(node)[:2]
     if not isinstance(left, Node) or not isinstance(right, Node):
         return argument, None
     if node.meta["val"].dtype is not torch.float32:

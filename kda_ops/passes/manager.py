@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
@@ -66,7 +67,12 @@ class Finding:
     pool_shape: tuple[int, ...] = ()
 
 
-class KdaPass(CustomGraphPass):
+# A pass that is told whether it sees an inference graph: where torch has such passes, one that the
+# user installed has to be told through ours.
+_Told: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+
+
+class KdaPass(_Told):
     """Rewrites delta-rule steps of a post-grad graph to ``kda::packed_decode``.
 
     Args:
@@ -78,17 +84,20 @@ class KdaPass(CustomGraphPass):
     def __init__(
         self,
         options: Options | None = None,
-        first: tuple[Callable[[Graph], None], ...] = (),
+        first: tuple[Callable[..., None], ...] = (),
         observers: tuple[Callable[[Graph, list[Finding]], None], ...] = (),
     ) -> None:
         self.options = options or Options()
         self.first = first
         self.observers = observers
 
-    def __call__(self, graph: Graph) -> None:
+    def __call__(self, graph: Graph, is_inference: bool = True) -> None:
         """Run the user's passes, then this one."""
         for earlier in self.first:
-            earlier(graph)
+            if _Told is not CustomGraphPass and isinstance(earlier, _Told):
+                earlier(graph, is_inference)
+            else:
+                earlier(graph)
         findings = rewrite_graph(graph, self.options)
         for observer in (*self.observers, *_observers):
             observer(graph, findings)
@@ -157,9 +166,9 @@ def erase_assertions(graph: Graph) -> bool:
 
 def try_step(write: Node, graph: Graph, options: Options) -> Finding:
     """Match, certify and replace one step; a failure of any kind is a refusal."""
-    pool = write.args[0]
-    shape = tuple(s if isinstance(s, int) else -1 for s in pool.meta["val"].shape)  # type: ignore[union-attr]
-    base = Finding(write.name, source_line(write), pool.name, pool_shape=shape)  # type: ignore[union-attr]
+    pool: Any = write.args[0]
+    shape = tuple(s if isinstance(s, int) else -1 for s in pool.meta["val"].shape)
+    base = Finding(write.name, source_line(write), pool.name, pool_shape=shape)
     try:
         step = read_step(write, graph)
         if options.certify:

@@ -1,7 +1,7 @@
 """Why a place that looks like a delta-rule step is not rewritten: codes, sentences, advice.
 
 Lives here: the closed list of reasons as data, and the exception that carries one through the
-matcher. Not here: deciding (delta_rule.py and its neighbours) or printing (explain.py).
+matcher. Not here: deciding (delta_rule.py and its neighbours) or printing (explanation.py).
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ class Reason(Enum):
         "the number of indices is not the number of rows",
         "give every row one slot",
     )
+    NO_ROWS = Explanation(
+        "the graph is compiled for no rows at all", "nothing: such a graph does no work"
+    )
     MASKED_ROWS = Explanation(
         "the update of the state is masked row by row",
         "call kda_ops.packed_kda_decode, whose null slots mask rows",
@@ -106,7 +109,7 @@ class Reason(Enum):
     )
     NORM_MISSING = Explanation(
         "q or k is not divided by its L2 norm inside the graph",
-        "normalise q and k in the compiled function: x * rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)",
+        "normalise both in the compiled function: x * rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)",
     )
     NORM_EPS = Explanation(
         "the L2 norm of q or k adds another eps than 1e-6", "use eps = 1e-6 inside the root"

@@ -175,4 +175,3 @@ def erase(graph: Graph, nodes: Iterable[Node]) -> None:
         sources = list(node.all_input_nodes)
         graph.erase_node(node)
         pending += [s for s in sources if not s.users]
-

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from kda_ops.passes.affine import Index
 from kda_ops.passes.anchors import Anchor, flows
-from kda_ops.passes.arguments import D, Access, Arguments, access, check_dtypes, common_dtype
+from kda_ops.passes.arguments import Access, Arguments, D, access, check_dtypes, common_dtype
 from kda_ops.passes.delta_rule import (
     HEAD,
     Output,
@@ -27,7 +27,7 @@ from kda_ops.passes.delta_rule import (
 from kda_ops.passes.expression import PRODUCTS, Reader
 from kda_ops.passes.gates import Gate, read_beta, read_gate
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import CASTS, ROW, Term, Window, is_view
+from kda_ops.passes.terms import CASTS, ROW, Term, Window, is_view, operands
 
 aten = torch.ops.aten
 
@@ -72,6 +72,8 @@ def match(found: Anchor, graph: Graph, same: dict[Node, Node]) -> Step:
 def row_count(window: Window, found: Anchor) -> int:
     """Return the number of rows, which indices, state and written value have to agree on."""
     rows = window.shape(found.index if found.index is not None else found.pool)[0]
+    if rows == 0:
+        raise RefusalError(Reason.NO_ROWS, found.value)
     shape = window.shape(found.value)
     expected = (rows, *window.shape(found.pool)[1:])
     dropped = len(expected) - len(shape)  # a setitem of one row drops its dimension
@@ -98,14 +100,14 @@ def norm_bases(window: Window, nodes: Iterable[Node], dependents: set[Node]) -> 
     for node in nodes:
         if node.target is not aten.sum.dim_IntList or node in dependents:
             continue
-        square = node.args[0]
-        index = tuple(window.fresh(size)[1] for size in window.shape(square))  # type: ignore[arg-type]
-        term = window.resolve(square, index)  # type: ignore[arg-type]
-        square, operands = term.node, term.node.args[:2]
-        squared = square.target in PRODUCTS and operands[0] is operands[1]
-        squared = squared or (square.target is aten.pow.Tensor_Scalar and operands[1] == 2)
-        if squared and isinstance(operands[0], Node):
-            bases.add(window.resolve(operands[0], term.index).node)
+        square = operands(node)[0]
+        index = tuple(window.fresh(size)[1] for size in window.shape(square))
+        term = window.resolve(square, index)
+        square, factors = term.node, operands(term.node)[:2]
+        squared = square.target in PRODUCTS and factors[0] is factors[1]
+        squared = squared or (square.target is aten.pow.Tensor_Scalar and factors[1] == 2)
+        if squared and isinstance(factors[0], Node):
+            bases.add(window.resolve(factors[0], term.index).node)
     return bases
 
 
@@ -226,7 +228,7 @@ def bias_access(window: Window, gate: Gate, along: str) -> Access | None:
 
 
 def result(output: Node, arguments: Arguments) -> tuple[Node, torch.dtype, torch.dtype]:
-    """Return the node to replace, with the cast to the activation type if that is all that follows."""
+    """Return the node to replace: the cast to the activation type, if that is all that follows."""
     items = (*arguments.parts, arguments.gate, arguments.beta)
     activation = common_dtype([item.node.meta["val"].dtype for item in items])
     node = output

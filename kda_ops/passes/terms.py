@@ -10,7 +10,6 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -61,7 +60,7 @@ EXACT = {
 }
 # A symbolic size is stood in for by a large prime: what divides or bounds it then does so for no
 # accidental reason, and one symbol always gets one prime.
-_PRIMES = tuple(sympy.nextprime(1_000_000, i) for i in range(1, 65))
+_PRIMES = tuple(n for n in range(1_000_001, 1_001_000, 2) if all(n % d for d in range(3, 1001, 2)))
 
 
 @dataclass(frozen=True)
@@ -133,9 +132,9 @@ class Window:
         return tuple(ZERO if size == 1 else e for e, size in zip(aligned, shape, strict=True))
 
     def _through(self, node: Node, index: Index) -> tuple[Node, Index] | None:
-        if node.op != "call_function" or not node.args:
+        if node.op != "call_function" or not operands(node):
             return None
-        source, target = node.args[0], node.target
+        source, target = operands(node)[0], node.target
         if target is operator.getitem:
             return self._piece(node, index)
         if target is aten.cat.default:
@@ -157,24 +156,24 @@ class Window:
         """Return the index in the source of a view that moves, adds or drops dimensions."""
         target, shape = node.target, self.shape(source)
         rank = len(shape)
-        arguments = node.args[1:]
+        arguments = operands(node)[1:]
         if target is aten.expand.default:
             return self.broadcast(source, index)
         if target is aten.permute.default:
-            order = [d % rank for d in arguments[0]]  # type: ignore[union-attr, operator]
+            order = [d % rank for d in arguments[0]]
             return tuple(index[order.index(d)] for d in range(rank))
         if target in {aten.transpose.int, aten.t.default}:
-            a, b = (d % rank for d in (arguments or ((0, 1) if rank > 1 else (0, 0))))  # type: ignore[operator]
+            a, b = (d % rank for d in (arguments or ((0, 1) if rank > 1 else (0, 0))))
             moved = list(index)
             moved[a], moved[b] = moved[b], moved[a]
             return tuple(moved)
         if target is aten.unsqueeze.default:
-            position = arguments[0] % (rank + 1)  # type: ignore[operator]
+            position = arguments[0] % (rank + 1)
             return index[:position] + index[position + 1 :]
         if target in {aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}:
             dims = arguments[0] if arguments else list(range(rank))
             dims = [dims] if isinstance(dims, int) else dims
-            gone = {d % rank for d in dims if shape[d % rank] == 1}  # type: ignore[union-attr, operator]
+            gone = {d % rank for d in dims if shape[d % rank] == 1}
             rest = iter(index)
             return tuple(ZERO if d in gone else next(rest) for d in range(rank))
         if target is aten.select.int:
@@ -183,13 +182,17 @@ class Window:
             return self._sliced(arguments, index, shape)
         return None
 
-    def _selected(self, arguments: tuple, index: Index, shape: tuple[int, ...]) -> Index | None:  # type: ignore[type-arg]
+    def _selected(
+        self, arguments: tuple[Any, ...], index: Index, shape: tuple[int, ...]
+    ) -> Index | None:
         dim, position = arguments[0] % len(shape), arguments[1]
         if not isinstance(position, int):
             return None
         return (*index[:dim], constant(position % shape[dim]), *index[dim:])
 
-    def _sliced(self, arguments: tuple, index: Index, shape: tuple[int, ...]) -> Index | None:  # type: ignore[type-arg]
+    def _sliced(
+        self, arguments: tuple[Any, ...], index: Index, shape: tuple[int, ...]
+    ) -> Index | None:
         dim = (arguments[0] if arguments else 0) % len(shape)
         start = arguments[1] if len(arguments) > 1 and arguments[1] is not None else 0
         step = arguments[3] if len(arguments) > 3 else 1
@@ -201,18 +204,18 @@ class Window:
 
     def _piece(self, node: Node, index: Index) -> tuple[Node, Index] | None:
         """Look through one result of split, split_with_sizes or unbind."""
-        parent, which = node.args
+        parent, which = operands(node)
         if not isinstance(parent, Node) or parent.target not in SPLITS:
             return None
-        source = parent.args[0]
+        source = operands(parent)[0]
         if not isinstance(source, Node) or not isinstance(which, int):
             return None
         shape = self.shape(source)
-        sizes = parent.args[1] if len(parent.args) > 1 else 0
+        sizes = operands(parent)[1] if len(operands(parent)) > 1 else 0
         if parent.target is aten.unbind.int:
-            dim = sizes % len(shape)  # type: ignore[operator]
+            dim = sizes % len(shape)
             return source, (*index[:dim], constant(which % shape[dim]), *index[dim:])
-        dim = (parent.args[2] if len(parent.args) > 2 else 0) % len(shape)  # type: ignore[operator]
+        dim = (operands(parent)[2] if len(operands(parent)) > 2 else 0) % len(shape)
         values = parent.meta["val"]
         which %= len(values)
         start = sum(self.number(v.shape[dim]) for v in values[:which])
@@ -220,16 +223,21 @@ class Window:
 
     def _concatenated(self, node: Node, index: Index) -> tuple[Node, Index] | None:
         """Look into the one piece of a concatenation that the index stays within, if it does."""
-        dim = (node.args[1] if len(node.args) > 1 else 0) % len(index)  # type: ignore[operator]
+        dim = (operands(node)[1] if len(operands(node)) > 1 else 0) % len(index)
         low, high = index[dim].bounds(self.sizes)
         start = 0
-        for piece in node.args[0]:  # type: ignore[union-attr]
-            end = start + self.shape(piece)[dim]  # type: ignore[arg-type]
+        for piece in operands(node)[0]:
+            end = start + self.shape(piece)[dim]
             if start <= low and high < end:
                 entry = index[dim] + constant(-start)
-                return piece, (*index[:dim], entry, *index[dim + 1 :])  # type: ignore[return-value]
+                return piece, (*index[:dim], entry, *index[dim + 1 :])
             start = end
         return None
+
+
+def operands(node: Node) -> tuple[Any, ...]:
+    """Return a node's arguments, which have no better type than Any."""
+    return node.args
 
 
 def repeats(graph: Graph) -> dict[Node, Node]:
@@ -239,7 +247,9 @@ def repeats(graph: Graph) -> dict[Node, Node]:
     for node in graph.nodes:
         if node.op != "call_function" or is_random(node):
             continue
-        arguments = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: same.get(n, n))
+        arguments = torch.fx.node.map_arg(
+            (operands(node), dict(node.kwargs)), lambda n: same.get(n, n)
+        )
         key = (node.target, repr(arguments))
         if key in first:
             same[node] = first[key]
@@ -258,7 +268,7 @@ def is_random(node: Node) -> bool:
 
 def is_exact_cast(node: Node) -> bool:
     """Whether a cast keeps every value."""
-    source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    source = operands(node)[0].meta["val"].dtype
     target = node.meta["val"].dtype
     return source == target or target in EXACT.get(source, ())
 

@@ -5,7 +5,7 @@ reference, on the compiled CPU kernel and through the registered torch operator.
 """
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,18 @@ def _runner(name: str) -> Callable[..., Tensor]:
 
 
 _BACKENDS = {"reference": _by_reference, "kernel": _by_kernel, "operator": _by_operator}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Run small tensors on one thread: waking others costs more than their share of the work.
+
+    Tests about threads set their own number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=CONTRACTS, ids=lambda contract: contract.name)

@@ -43,11 +43,6 @@ def forget() -> None:
     artifacts._temporary.cache_clear()
 
 
-def only_object(directory: Path) -> Path:
-    (found,) = directory.glob("*.so")
-    return found
-
-
 def run(code: str, **environment: str | None) -> subprocess.Popen[str]:
     chosen = dict(os.environ)
     for name, value in environment.items():
@@ -68,7 +63,7 @@ def test_an_entry_is_built_once_and_then_found(directory: Path) -> None:
     first = artifacts.get_or_build("key", write)
     second = artifacts.get_or_build("key", never)
     assert (first.built, second.built) == (True, False)
-    assert first.path == second.path == only_object(directory)
+    assert [first.path] == [second.path] == list(directory.glob("*.so"))
     assert first.path.read_bytes() == CONTENT
 
 
@@ -250,11 +245,8 @@ def test_without_a_usable_directory_one_warning_comes_and_a_temporary_one_serves
 ) -> None:
     home = {"unset HOME": None, "read-only HOME": str(open_room), "missing parent": "/nowhere/x"}
     lines = as_nobody(KDA_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME=home[place])
-    assert [line.split()[1:] for line in lines[:3]] == [
-        ["True", "True"],
-        ["False", "True"],
-        ["True", "True"],
-    ]
+    built = [line.split()[1:] for line in lines[:3]]
+    assert built == [["True", "True"], ["False", "True"], ["True", "True"]]
     assert lines[3].startswith("1 warnings")
     assert "KDA_CACHE_DIR" in lines[3]
     assert not Path(lines[0].split()[0]).exists()  # removed when the process ended

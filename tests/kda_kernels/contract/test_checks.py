@@ -14,7 +14,7 @@ import torch
 
 from kda_kernels.contract.check import validate
 from kda_kernels.errors import ContractError, DtypeError, OperatorError
-from kda_kernels.plan import CONTRACTS, launcher
+from kda_kernels.plan import CONTRACTS, Launcher
 from kda_kernels.testing.cases import Case, clone, draw, output_of
 from kda_kernels.testing.compare import assert_same_bits
 from kda_kernels.testing.violations import violations
@@ -24,12 +24,13 @@ EVERYTHING = Case(sizes=SIZES, absent=frozenset())
 
 
 def run(contract, values, output=None):
-    """Call the operator as its launcher gets it from the dispatcher."""
+    """Call the operator as a launcher without plans gets it from the dispatcher."""
+    launcher = Launcher(contract)
     if output is None:
-        launcher(contract.name).allocate(**{a.name: values[a.name] for a in contract.arguments})
+        launcher.allocate(**{a.name: values[a.name] for a in contract.arguments})
     else:
         given = {a.name: values[a.name] for a in contract.abi}
-        launcher(contract.name).write(**given, output=output)
+        launcher.write(**given, output=output)
 
 
 def storages(values):

@@ -47,12 +47,13 @@ def test_values_and_addresses_of_row_inputs_do_not_change_the_key(contract):
     assert key_of(contract, values) == key_of(contract, same)
 
 
-def test_shape_stride_type_and_device_of_every_tensor_change_the_key(contract):
+def test_shape_stride_and_type_of_every_tensor_change_the_key(contract):
+    # Tensors without memory (meta, fake) need no key: the dispatcher sends them elsewhere.
     values = legal(contract)
     known = key_of(contract, values)
     for argument in contract.tensors:
         value = values[argument.name]
-        others = [value.unsqueeze(0), value.to("meta"), value.double()]
+        others = [value.unsqueeze(0), value.double()]
         if value.dim() > 1:
             others.append(value.transpose(-1, -2))
         for other in others:
@@ -93,7 +94,7 @@ def test_the_caller_s_output_is_part_of_the_out_overloads_key(contract):
     output = output_of(contract, values)
     known = key_of(contract, values, output)
     assert key_of(contract, values, output.clone()) == known
-    for other in (output.float(), output.mT, output.unsqueeze(0), output.to("meta")):
+    for other in (output.float(), output.mT, output.unsqueeze(0)):
         assert key_of(contract, values, other) != known
 
 

@@ -140,7 +140,7 @@ Rewritten: 2 of 2 layers
   self.state[slots] = S.to(self.state.dtype)  index_put
   return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)  mul x4, sum x2, add x2, rsqrt x2
 
-  after  1 operation:
+  after   1 operation:
   kda::packed_decode(mixed_qkv, raw_gate, raw_beta, A_log, dt_bias, state,
   state_indices, scale=0.0883883, lower_bound=None, first_slot=None, state_layout="kv")
   on the pool itself: each state is read once and written once, in place

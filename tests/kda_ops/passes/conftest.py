@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -119,7 +120,11 @@ class StepLayer(nn.Module):
 
 def inputs(spelling: Spelling, rows: int = 4, seed: int = 0) -> tuple[Tensor, ...]:
     """Draw one call's inputs, with a negative slot among the slots."""
-    generator, heads, dtype = torch.Generator().manual_seed(seed), spelling.heads, spelling.activation
+    generator, heads, dtype = (
+        torch.Generator().manual_seed(seed),
+        spelling.heads,
+        spelling.activation,
+    )
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
@@ -176,7 +181,8 @@ def listing(graph: torch.fx.Graph) -> str:
             lines.append(f"return {node.args[0]}")
         else:
             shown = [str(a) for a in node.args] + [f"{k}={v}" for k, v in node.kwargs.items()]
-            lines.append(f"{node.name}{kind} = {target}({', '.join(shown)})")
+            line = f"{node.name}{kind} = {target}({', '.join(shown)})"
+            lines += textwrap.wrap(line, 96, subsequent_indent="    ")
     return "\n".join(lines) + "\n"
 
 

@@ -220,12 +220,26 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def round_trips_survive(step):
+    """Whether a cast to bfloat16 and back reaches the pass; torch 2.11 removes it before."""
+    captured = step.capture(lambda x: x.to(torch.bfloat16).float() * 2, torch.ones(4))
+    return sum("convert_element_type" in target for target in captured.targets) == 2
+
+
+REMOVABLE = (norm_rounded, gate_rounded, rounded_between)
+
+
 @pytest.mark.parametrize(("reason", "changes"), CASES)
-def test_a_near_miss_is_refused_with_its_reason(step, reason, changes):
+def test_a_near_miss_is_refused_with_its_reason(step, reason, changes, round_trips_survive):
     spelling = step.Spelling(**changes)
     layer = step.StepLayer(spelling)
     rows = 3 if reason == "NOT_UNDERSTOOD" else 4
     captured = step.capture(layer, *step.inputs(spelling, rows))
+    if not round_trips_survive and any(change in REMOVABLE for change in changes.values()):
+        # What is left is the plain step, and fusing it computes what torch alone would compute.
+        assert captured.matches == 1
+        return
     assert captured.reasons == [reason]
     assert captured.matches == 0
     assert captured.after == captured.before

@@ -90,8 +90,10 @@ def described(number: int, finding: Finding) -> list[str]:
         lines = [f"[{number}] fused into {finding.operator}", f"    at      {place}"]
         arguments = ", ".join(f"{k}={v}" for k, v in finding.arguments.items())
         wrapped = textwrap.wrap(arguments, 88)
-        return [*lines, *(("    with    " if not i else "            ") + w
-                          for i, w in enumerate(wrapped))]
+        return [
+            *lines,
+            *(("    with    " if not i else "            ") + w for i, w in enumerate(wrapped)),
+        ]
     detail = f" ({finding.detail})" if finding.detail else ""
     return [
         f"[{number}] not fused: {finding.reason.name}",

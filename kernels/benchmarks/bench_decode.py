@@ -1,0 +1,238 @@
+"""Kernels of packed_decode and fused_decode against Inductor alone and against an in-place mul_.
+
+Run from a checkout with the package installed: ``python kernels/benchmarks/bench_decode.py``.
+Not here: how things are timed (harness.py), what a public call costs on the host (bench_host.py).
+
+Columns: microseconds a call; GB/s of state traffic (every live state read once and written once);
+how many times faster the kernel is than the same step in plain PyTorch under torch.compile; the
+kernel's speed as a fraction of ``mul_`` over the same bytes. ``warm`` uses the same slots at every
+call, ``cold`` the next slots of a pool that exceeds the caches (as a model of many layers does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import harness
+import plain
+from kda_kernels._cpu import build
+
+HEAD_DIM = 128
+STATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One line of the table."""
+
+    operator: str
+    layout: str
+    state: str
+    heads: int
+    rows: int
+    working_set: str
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the live states of one call."""
+        size = STATE_DTYPES[self.state].itemsize
+        return self.rows * self.heads * HEAD_DIM * HEAD_DIM * size
+
+    @property
+    def calls(self) -> int:
+        """How many disjoint sets of slots the pool holds."""
+        if self.working_set == "warm":
+            return 1
+        return max(2, -(-harness.COLD_BYTES // self.state_bytes))
+
+
+@dataclass(frozen=True)
+class Line:
+    """Figures of one line; times in microseconds a call."""
+
+    kernel_us: float
+    inductor_us: float | None
+    mul_us: float
+    kernel_gb_s: float
+    over_inductor: float | None
+    over_mul: float
+
+
+def inputs(shape: Shape) -> dict[str, Any]:
+    """Make one call's tensors by name, and a pool that holds all sets of slots."""
+    torch.manual_seed(0)
+    rows, heads = shape.rows, shape.heads
+    width, slots = heads * HEAD_DIM, shape.rows * shape.calls
+    bf16 = torch.bfloat16
+    order = torch.arange(slots, dtype=torch.int32).view(shape.calls, rows)
+    return {
+        "x": torch.randn(rows, 3 * width).to(bf16),
+        "weight": torch.randn(3, 4, width) * 0.5,
+        "conv_state": torch.randn(slots, 3, 3 * width).to(bf16).transpose(1, 2),
+        "raw_gate": torch.randn(rows, width).to(bf16),
+        "raw_beta": torch.randn(rows, heads).to(bf16),
+        "A_log": torch.randn(heads) * 0.5,
+        "dt_bias": torch.randn(width),
+        "state": torch.randn(slots, heads, HEAD_DIM, HEAD_DIM).to(STATE_DTYPES[shape.state]),
+        "indices": list(order),
+        "output_gate": torch.randn(rows, heads, HEAD_DIM).to(bf16),
+        "norm_weight": 1 + 0.1 * torch.randn(HEAD_DIM),
+    }
+
+
+def kernel_call(shape: Shape, t: dict[str, Any], indices: Tensor) -> Callable[[], Tensor]:
+    """Return one call of the compiled kernel, without the public function around it."""
+    kernel = build.load(shape.operator)
+    rows, heads = shape.rows, shape.heads
+    if shape.operator == "packed_decode":
+        output = torch.empty(rows, 1, heads, HEAD_DIM, dtype=torch.bfloat16)
+        head = (t["x"], t["raw_gate"], t["raw_beta"], t["A_log"], t["dt_bias"])
+        tail = (t["state"], indices, None, -5.0, 0, shape.layout, output)
+        arguments: tuple[Any, ...] = (*head, *tail)
+    else:
+        output = torch.empty(1, rows, heads, HEAD_DIM, dtype=torch.bfloat16)
+        gates = (t["raw_gate"].view(1, rows, heads, HEAD_DIM), t["raw_beta"][None])
+        conv = (t["x"], t["weight"], t["conv_state"])
+        norm = (t["output_gate"], t["norm_weight"], -5.0, 1e-5)
+        middle = (*gates, t["A_log"], t["dt_bias"], indices, t["state"], *norm)
+        arguments = (*conv, *middle, None, None, 0, shape.layout, output)
+
+    def call() -> Tensor:
+        kernel(*arguments)
+        return output
+
+    return call
+
+
+def plain_call(
+    shape: Shape, t: dict[str, Any], indices: Tensor, step: Callable[..., Tensor]
+) -> Callable[[], Tensor]:
+    """Return one call of the plain PyTorch step (compiled or not)."""
+    gates = (t["raw_gate"], t["raw_beta"], t["A_log"], t["dt_bias"])
+    if shape.operator == "packed_decode":
+        return lambda: step(t["x"], *gates, t["state"], indices, shape.layout)
+    head = (t["x"], t["weight"], t["conv_state"], *gates, t["state"], indices)
+    return lambda: step(*head, t["output_gate"], t["norm_weight"], shape.layout)
+
+
+def check(shape: Shape, t: dict[str, Any], step: Callable[..., Tensor]) -> None:
+    """Run kernel and compiled step from the same pools; refuse to time things that differ."""
+    pools = {name: t[name].clone() for name in ("state", "conv_state")}
+    mine = kernel_call(shape, t, t["indices"][0])().float().flatten()
+    theirs = plain_call(shape, t | pools, t["indices"][0], step)().float().flatten()
+    states = (t["state"].float() - pools["state"].float()).abs().max()
+    if (mine - theirs).norm() > 0.02 * theirs.norm() or states > 0.1:
+        raise SystemExit(f"{shape}: kernel and plain step disagree, nothing to measure")
+
+
+def measure(shape: Shape, *, inductor: bool, rounds: int) -> Line:
+    """Measure one line."""
+    t = inputs(shape)
+    step = plain.packed_step if shape.operator == "packed_decode" else plain.fused_step
+    states = t["state"].view(shape.calls, shape.rows, -1)
+    contestants: dict[str, harness.Contestant] = {
+        "kernel": harness.rotating(kernel_call(shape, t, i) for i in t["indices"]),
+        "mul_": harness.rotating([functools.partial(s.mul_, 1.0) for s in states]),
+    }
+    if inductor:
+        torch._dynamo.reset()
+        compiled = torch.compile(step, dynamic=False)
+        check(shape, t, compiled)
+        calls = (plain_call(shape, t, i, compiled) for i in t["indices"])
+        contestants["inductor"] = harness.rotating(calls)
+    sample = harness.measure(contestants, rounds)
+    seconds = sample.median("kernel")
+    return Line(
+        kernel_us=seconds * 1e6,
+        inductor_us=sample.median("inductor") * 1e6 if inductor else None,
+        mul_us=sample.median("mul_") * 1e6,
+        kernel_gb_s=2 * shape.state_bytes / seconds / 1e9,
+        over_inductor=sample.speedup("kernel", "inductor") if inductor else None,
+        over_mul=sample.speedup("kernel", "mul_"),
+    )
+
+
+def shapes(options: argparse.Namespace) -> list[Shape]:
+    """Return the lines that the command asks for."""
+    axes = (
+        options.operators,
+        options.layouts,
+        options.states,
+        options.heads,
+        options.rows,
+        options.working_sets,
+    )
+    return [Shape(*line) for line in itertools.product(*axes)]
+
+
+def summarise(lines: list[tuple[Shape, Line]]) -> dict[str, float]:
+    """Print and return the geometric means and the worst line of both ratios."""
+    summary: dict[str, float] = {}
+    inductor = [line.over_inductor for _, line in lines if line.over_inductor is not None]
+    if inductor:
+        summary["over Inductor alone, geometric mean"] = harness.geometric_mean(inductor)
+        summary["over Inductor alone, least"] = min(inductor)
+    cold = [line.over_mul for shape, line in lines if shape.working_set == "cold"]
+    if cold:
+        summary["of mul_, cold, geometric mean"] = harness.geometric_mean(cold)
+        summary["of mul_, cold, least"] = min(cold)
+    for name, value in summary.items():
+        print(f"# {name}: {value:.2f}")
+    return summary
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    operators = ("packed_decode", "fused_decode")
+    parser.add_argument("--operators", nargs="+", choices=operators, default=operators)
+    parser.add_argument("--layouts", nargs="+", choices=("vk", "kv"), default=("vk", "kv"))
+    parser.add_argument("--states", nargs="+", choices=tuple(STATE_DTYPES), default=("f32", "bf16"))
+    parser.add_argument("--heads", nargs="+", type=int, default=(4, 12, 32))
+    parser.add_argument("--rows", nargs="+", type=int, default=(1, 8, 32))
+    sets = ("warm", "cold")
+    parser.add_argument("--working-sets", nargs="+", choices=sets, default=sets)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-inductor", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Print the table, line by line as it is measured, and its summary."""
+    options = parse()
+    torch.set_num_threads(options.threads)
+    facts = harness.print_machine()
+    print(
+        f"{'operator':14s} layout state  H rows set   kernel_us inductor_us    mul_us   GB/s"
+        "  xInd xmul_"
+    )
+    lines = []
+    for shape in shapes(options):
+        line = measure(shape, inductor=not options.no_inductor, rounds=options.rounds)
+        lines.append((shape, line))
+        print(
+            f"{shape.operator:14s} {shape.layout:6s} {shape.state:5s} {shape.heads:2d} "
+            f"{shape.rows:4d} {shape.working_set:5s} {line.kernel_us:9.1f} "
+            f"{line.inductor_us or float('nan'):11.1f} {line.mul_us:9.1f} {line.kernel_gb_s:6.1f} "
+            f"{line.over_inductor or float('nan'):5.1f} {line.over_mul:5.2f}",
+            flush=True,
+        )
+    summary = summarise(lines)
+    table = [asdict(shape) | asdict(line) for shape, line in lines]
+    harness.write_json(options.json, {"machine": facts, "summary": summary, "lines": table})
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
