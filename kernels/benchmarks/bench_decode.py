@@ -7,6 +7,7 @@ Columns: microseconds a call; GB/s of state traffic (every live state read once 
 how many times faster the kernel is than the same step in plain PyTorch under torch.compile; the
 kernel's speed as a fraction of ``mul_`` over the same bytes. ``warm`` uses the same slots at every
 call, ``cold`` the next slots of a pool that exceeds the caches (as a model of many layers does).
+With ``--device cuda`` the table is another one, of packed_decode alone: see cuda_decode.py.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import cuda_decode
 import harness
 import plain
 from kda_kernels._cpu import build
 
 HEAD_DIM = 128
 STATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+SIZES = {"cpu": ((4, 12, 32), (1, 8, 32)), "cuda": ((12, 16, 32, 64), (1, 8, 32, 128, 512))}
+"""Heads and rows that are measured by default, by device."""
 
 
 @dataclass(frozen=True)
@@ -197,20 +201,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--operators", nargs="+", choices=operators, default=operators)
     parser.add_argument("--layouts", nargs="+", choices=("vk", "kv"), default=("vk", "kv"))
     parser.add_argument("--states", nargs="+", choices=tuple(STATE_DTYPES), default=("f32", "bf16"))
-    parser.add_argument("--heads", nargs="+", type=int, default=(4, 12, 32))
-    parser.add_argument("--rows", nargs="+", type=int, default=(1, 8, 32))
+    parser.add_argument("--heads", nargs="+", type=int, help="default: a few")
+    parser.add_argument("--rows", nargs="+", type=int, help="default: a few")
     sets = ("warm", "cold")
     parser.add_argument("--working-sets", nargs="+", choices=sets, default=sets)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
     parser.add_argument("--no-inductor", action="store_true", help="leave torch.compile out")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    return parser.parse_args()
+    options = parser.parse_args()
+    heads, rows = SIZES[options.device]
+    options.heads, options.rows = options.heads or heads, options.rows or rows
+    return options
 
 
 def main() -> None:
     """Print the table, line by line as it is measured, and its summary."""
     options = parse()
+    if options.device == "cuda":
+        cuda_decode.report(options)
+        return
     torch.set_num_threads(options.threads)
     facts = harness.print_machine()
     print(

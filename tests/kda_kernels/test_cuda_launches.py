@@ -63,10 +63,9 @@ def test_a_side_stream_s_calls_see_what_that_stream_wrote():
     there = on("cuda", draw(CONTRACT, case(3, 4, 6)))
     rows = torch.randn(100, *there["mixed_qkv"].shape, device="cuda").to(BF16)
     start = there["state"].clone()
-    expected = torch.stack(
-        [launch(CONTRACT, there | {"mixed_qkv": x}, torch.empty(3, 1, 4, 128, dtype=BF16, device="cuda"))
-         for x in rows]
-    )  # fmt: skip
+    expected = torch.empty(100, 3, 1, 4, 128, dtype=BF16, device="cuda")
+    for x, output in zip(rows, expected, strict=True):
+        launch(CONTRACT, there | {"mixed_qkv": x}, output)
     end = there["state"].clone()
     there["state"].copy_(start)
     outputs, x = torch.empty_like(expected), there["mixed_qkv"]

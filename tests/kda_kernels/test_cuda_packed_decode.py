@@ -167,6 +167,18 @@ def test_one_row_of_one_head_may_have_any_stride_and_shape():
     assert_same_bits(odd["state"], wanted["state"], "state")
 
 
+def test_a_misaligned_row_after_an_aligned_one_of_equal_strides_is_read_right():
+    values = on("cuda", draw(CONTRACT, case(1, 2, 3)))
+    output = torch.empty(1, 1, 2, 128, dtype=BF16, device="cuda")
+    start = values["state"].clone()
+    expected = launch(CONTRACT, values, output).clone()
+    for name in ("mixed_qkv", "raw_gate", "dt_bias"):
+        loose = torch.empty(values[name].numel() + 1, dtype=values[name].dtype, device="cuda")[1:]
+        odd = values | {name: loose.view(values[name].shape).copy_(values[name])}
+        values["state"].copy_(start)
+        assert_same_bits(launch(CONTRACT, odd, output), expected, f"misaligned {name}")
+
+
 def test_a_caller_s_output_may_start_at_any_element():
     values = on("cuda", draw(CONTRACT, case(2, 3, 5)))
     again = values | {"state": values["state"].clone()}

@@ -1,5 +1,6 @@
 """Kernels compile for every declared architecture on a machine without a GPU, without spills."""
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -17,7 +18,9 @@ from kda_kernels.packed_decode.contract import CONTRACT
 from kda_kernels.testing.cases import Case, draw
 
 CUOBJDUMP = shutil.which("cuobjdump")
-FEW, MANY = {"B": 1, "H": 1, "S": 2}, {"B": 600, "H": 1, "S": 600}
+FEW, MANY = {"B": 1, "H": 1, "S": 2}, {"B": 700, "H": 1, "S": 700}
+LOADS = (1, 100, 160, 250, 400, 600, 1000, 4000)
+"""Rows of one head that reach every schedule of 132 processors."""
 
 
 def variant(sizes, layout, state, **scalars):
@@ -34,26 +37,31 @@ def resources(code):
     return dict(zip(("registers", "stack", "shared", "local"), map(int, line), strict=True))
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
-@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("layout", ["vk", "kv"])
-def test_every_architecture_compiles_and_nothing_spills(target, state, layout, tmp_path):
-    # Architectures share schedules: each is seen with few rows or with many, sm_90a with both.
-    both = target.arch == "sm_90a"
-    many = (state is torch.float32) == (layout == "vk")
-    for sizes in (FEW, MANY) if both else (MANY,) if many else (FEW,):
-        wanted = variant(sizes, layout, state)
-        room = tmp_path / str(sizes["B"])
-        room.mkdir()
-        backend.compile_variant(wanted, target, launch._trace, room)
-        (code,) = room.glob("*.cubin")
-        assert target.arch in code.name
-        if CUOBJDUMP is not None:
-            found = resources(code)
-            assert (found["stack"], found["local"]) == (0, 0), found
-            # sm_86 has room for 16 blocks whatever their size; asking for more bounds nothing.
-            threads = 32 * wanted.schedule.warps * min(wanted.schedule.min_blocks, 16)
-            assert found["registers"] * threads <= 65536
+def matrix():
+    """Every schedule on sm_90a, one of few and one of many rows on the other architectures."""
+    for target in TARGETS:
+        for layout, state in itertools.product(("vk", "kv"), (torch.float32, torch.bfloat16)):
+            many = (state is torch.float32) == (layout == "vk")
+            loads = LOADS if target.arch == "sm_90a" else (LOADS[-1],) if many else (LOADS[0],)
+            wanted = [variant({"B": b, "H": 1, "S": b}, layout, state) for b in loads]
+            # Ranks are a dictionary, so variants are told apart by what they print.
+            for found in {repr(v): v for v in wanted}.values():
+                cut = found.schedule
+                name = f"{target.arch}-{layout}-{found.state}-{cut.warps}x{cut.tile}"
+                yield pytest.param(target, found, id=name)
+
+
+@pytest.mark.parametrize(("target", "wanted"), list(matrix()))
+def test_every_architecture_compiles_and_nothing_spills(target, wanted, tmp_path):
+    backend.compile_variant(wanted, target, launch._trace, tmp_path)
+    (code,) = tmp_path.glob("*.cubin")
+    assert target.arch in code.name
+    if CUOBJDUMP is not None:
+        found = resources(code)
+        assert (found["stack"], found["local"]) == (0, 0), found
+        # sm_86 has room for 16 blocks whatever their size; asking for more bounds nothing.
+        threads = 32 * wanted.schedule.warps * min(wanted.schedule.min_blocks, 16)
+        assert found["registers"] * threads <= 65536
 
 
 def test_a_variant_is_compiled_once_and_found_again(monkeypatch, tmp_path):

@@ -1,7 +1,6 @@
-"""packed_decode on a GPU: kernel durations, bytes a second, share of an in-place mul_.
+"""The GPU's part of bench_decode.py: kernel durations of packed_decode, share of an in-place mul_.
 
-Run from a checkout with the package installed: ``python kernels/benchmarks/bench_cuda_decode.py``.
-Not here: CPU kernels and the cost of a public call on the host's side of a CPU (their own files).
+Run as ``python kernels/benchmarks/bench_decode.py --device cuda``. Not here: the CPU's part.
 
 Durations are the GPU's own (torch's profiler), the median of the calls, each behind a rewrite of
 256 MB, so that caches are cold. Bytes are all that the step must move: states in and out,
@@ -12,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import harness
 import kda_ops
 from kda_kernels._cute import compile as backend
 from kda_kernels.packed_decode.contract import CONTRACT
@@ -124,45 +122,29 @@ def facts() -> dict[str, Any]:
     }
 
 
-def parse() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--states", nargs="+", choices=tuple(STATE_DTYPES), default=("f32", "bf16"))
-    parser.add_argument("--layouts", nargs="+", choices=("vk", "kv"), default=("vk", "kv"))
-    parser.add_argument("--heads", nargs="+", type=int, default=(12, 16, 32, 64))
-    parser.add_argument("--rows", nargs="+", type=int, default=(1, 8, 32, 128, 512))
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    return parser.parse_args()
+def report(options: argparse.Namespace) -> None:
+    """Print the table, line by line as it is measured.
 
-
-def main() -> None:
-    """Print the table, line by line as it is measured."""
-    options = parse()
-    report: dict[str, Any] = {"machine": facts(), "lines": []}
-    top = report["ceiling"] = ceiling(options.repeats)
-    for name, value in report["machine"].items():
+    ``options`` are those of bench_decode.py: states, layouts, heads, rows, rounds, json.
+    """
+    found: dict[str, Any] = {"machine": facts(), "lines": []}
+    top = found["ceiling"] = ceiling(options.rounds)
+    for name, value in found["machine"].items():
         print(f"# {name}: {value}")
     print(f"# mul_ on 1 GB: {top / 1e12:.2f} TB/s\n")
     print("state layout   H rows        us   TB/s  of mul_")
     axes = (options.states, options.layouts, options.heads, options.rows)
     for state, layout, heads, rows in itertools.product(*axes):
         values = inputs(state, layout, heads, rows)
-        (duration,) = microseconds([public_call(values)], options.repeats)
+        (duration,) = microseconds([public_call(values)], options.rounds)
         speed = traffic(CONTRACT, values) / duration * 1e6
         line = {"state": state, "layout": layout, "heads": heads, "rows": rows}
-        report["lines"].append(line | {"us": duration, "bytes_per_second": speed})
+        found["lines"].append(line | {"us": duration, "bytes_per_second": speed})
         print(
             f"{state:5s} {layout:6s} {heads:3d} {rows:4d} {duration:9.1f} {speed / 1e12:6.2f} "
             f"{speed / top:7.3f}",
             flush=True,
         )
-    report["host_us"] = host_microseconds(public_call(inputs("f32", "vk", 12, 1)))
-    print(f"\n# a public call on the host: {report['host_us']:.1f} us")
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    with torch.no_grad():
-        main()
+    found["host_us"] = host_microseconds(public_call(inputs("f32", "vk", 12, 1)))
+    print(f"\n# a public call on the host: {found['host_us']:.1f} us")
+    harness.write_json(options.json, found)
