@@ -92,9 +92,9 @@ def public_call(values: dict[str, Any]) -> Callable[[], object]:
     """Return one call of the public function into an output of its own."""
     heads, rows = values["state"].shape[1], values["mixed_qkv"].shape[0]
     output = torch.empty(rows, 1, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    tensors = [values[argument.name] for argument in CONTRACT.tensors]
-    layout = values["state_layout"]
-    return lambda: kda_ops.packed_kda_decode(*tensors, output=output, state_layout=layout)
+    arguments = {argument.name: values[argument.name] for argument in CONTRACT.tensors}
+    arguments |= {"output": output, "state_layout": values["state_layout"]}
+    return lambda: kda_ops.packed_kda_decode(**arguments)
 
 
 def host_microseconds(call: Callable[[], object], count: int = 2000) -> float:

@@ -55,7 +55,7 @@ def test_few_rows_are_spread_over_more_blocks_than_many():
             few = schedule(1, 12, 132, itemsize, layout).splits(layout)
             many = schedule(512, 64, 132, itemsize, layout).splits(layout)
             assert few >= many
-            assert 12 * few >= 48
+            assert few >= 2
 
 
 def test_rows_slots_heads_and_strides_share_one_variant():

@@ -30,7 +30,7 @@ TARGETS = (
     Target("sm_103a", (10, 3)),
     Target("sm_120a", (12, 0)),
 )
-"""Every architecture that the kernels are compiled for in tests; sm_90a is the one they ran on."""
+"""Every architecture that tests compile the kernels for, by capability; they ran on sm_90a only."""
 
 
 def target_of(capability: tuple[int, int]) -> Target | None:
@@ -39,11 +39,11 @@ def target_of(capability: tuple[int, int]) -> Target | None:
     Code for one minor version runs on later ones of the same major version, except where its
     architecture is specific (the trailing ``a``), so 8.7 is served by sm_86 and 10.1 by nobody.
     """
-    major, minor = capability
-    exact = [t for t in TARGETS if t.capability == capability]
-    older = [
-        t
-        for t in TARGETS
-        if t.capability[0] == major and t.capability[1] < minor and not t.arch.endswith("a")
-    ]
-    return (exact or older[-1:] or [None])[0]
+    major, _ = capability
+    found = None
+    for target in TARGETS:
+        if target.capability == capability:
+            return target
+        if target.capability < capability and target.capability[0] == major:
+            found = None if target.arch.endswith("a") else target
+    return found

@@ -71,6 +71,31 @@ def test_alignment_of_pools_changes_the_key(contract):
             assert len(keys) == 3
 
 
+def test_on_gpus_alignment_of_rows_and_parameters_is_part_of_the_key_too(contract):
+    class OnGpu:
+        """What a key asks of a tensor, as a GPU's tensor at another address answers."""
+
+        is_cuda = True
+
+        def __init__(self, tensor, address):
+            self.tensor, self.address = tensor, address
+
+        def __getattr__(self, name):
+            return getattr(self.tensor, name)
+
+        def data_ptr(self):
+            return self.address
+
+    names = {a.name for a in contract.tensors if not a.optional and a.layout is not Layout.STRIDED}
+    values = legal(contract)
+    there = {k: OnGpu(v, 512) if k in names else v for k, v in values.items()}
+    known = key_of(contract, there)
+    for name in names:
+        for address, same in ((1024, True), (514, False), (520, False)):
+            moved = key_of(contract, there | {name: OnGpu(values[name], address)})
+            assert (moved == known) is same, name
+
+
 def test_every_scalar_and_every_absent_argument_changes_the_key(contract):
     values = legal(contract)
     known = key_of(contract, values)
