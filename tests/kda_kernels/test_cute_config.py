@@ -171,7 +171,9 @@ def test_a_broken_or_old_cute_dsl_is_named_with_its_version(deed, version, said,
             "import importlib.metadata as m\ndef version(name):\n"
             "    raise m.PackageNotFoundError(name)\nm.version = version\n"
         )
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    # CuTe DSL, where it is installed, puts itself before PYTHONPATH.
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + code
+    path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", code + REQUIRE],
         capture_output=True,
