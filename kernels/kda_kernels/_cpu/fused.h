@@ -35,6 +35,8 @@ struct FusedCall {
   }
 };
 
+constexpr int kAheadBytes = 8192;  // of a state, asked for beside each part's convolution
+
 // Float32 columns of the 384 channels of a head: a ring of the last four, so that the next token
 // finds its history in place.
 struct alignas(64) Columns {
@@ -53,12 +55,17 @@ inline void read_history(const FusedCall& c, int64_t slot, int64_t head, int64_t
 }
 
 // Convolution, gates and norms of row `row`, the token's place in the ring being (token + 3) % 4.
+// Memory would idle meanwhile, so the first part of a float32 `state` that comes next is asked for
+// (null: none; for bf16 states, whose arithmetic weighs more, it gained nothing).
 template <class A>
 inline void mix_token(const FusedCall& c, int64_t row, int64_t head, int64_t token,
-                      Columns& columns, Token& t) {
+                      Columns& columns, Token& t, const void* state) {
   float* const mixed[3] = {t.q, t.k, t.v};
   t.last_head = head + 1 == c.heads;
   for (int part = 0; part < 3; ++part) {
+    if (state != nullptr) {
+      prefetch(static_cast<const char*>(state) + part * kAheadBytes, kAheadBytes);
+    }
     const int64_t channel = (part * c.heads + head) * D;
     alignas(64) float taps[4][D];
     alignas(64) float bias[D];

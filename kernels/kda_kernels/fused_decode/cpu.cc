@@ -12,14 +12,14 @@ void head_task(const FusedCall& c, Recur step, int64_t row, int64_t head) {
   Columns columns;
   Token t;
   read_history<A>(c, slot, head, length - 3, columns);
-  mix_token<A>(c, row, head, 0, columns, t);
+  void* state = c.state_of(slot, head);
+  mix_token<A>(c, row, head, 0, columns, t, c.state_type == Type::f32 ? state : nullptr);
   const Window<A> window = c.window_of<A>(slot);
   for (int part = 0; part < 3; ++part) {
     const int64_t channel = (part * c.heads + head) * D;
     for (int64_t i = 0; i + 1 < length; ++i) window.move(channel, i + 1, i);
     window.write(channel, length - 1, c.x.at<A>(row, channel));
   }
-  void* state = c.state_of(slot, head);
   step(state, state, nullptr, t, 0, D);
   finish_token<A>(c, row, head, t);
 }

@@ -70,7 +70,7 @@ void sequence_task(const PackedCall& c, AnyStep step, int64_t n, int64_t head) {
   const void* source = c.state_of(source_slot, head);
   for (int64_t i = 0; i < length; ++i) {
     const int64_t row = begin + i, slot = c.slot(n, i);
-    mix_token<A>(c, row, head, i, columns, t);
+    mix_token<A>(c, row, head, i, columns, t, nullptr);
     step(source, slot < 0 ? nullptr : c.state_of(slot, head), scratch, i + 1 < length, t);
     source = nullptr;
     if (slot < 0) {
