@@ -49,6 +49,9 @@ inline void read_history(const FusedCall& c, int64_t slot, int64_t head, int64_t
                          Columns& columns) {
   const Window<A> window = c.window_of<A>(slot);
   for (int part = 0; part < 3; ++part) {
+    for (int i = 0; i < 3; ++i) window.ask((part * c.heads + head) * D, first + i);
+  }
+  for (int part = 0; part < 3; ++part) {
     for (int i = 0; i < 3; ++i)
       window.read((part * c.heads + head) * D, first + i, columns.value[i][part]);
   }

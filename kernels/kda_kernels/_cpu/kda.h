@@ -249,6 +249,10 @@ struct Window {
   int64_t channel_step,
       column_step;  // elements; one of the two is 1 (SD: channel_step, DS: column_step)
 
+  // Asks for column `column` of D channels from `channel` on, before it is read.
+  void ask(int64_t channel, int64_t column) const {
+    prefetch(slot + channel * channel_step + column * column_step, channel_step == 1 ? D : 1);
+  }
   // Column `column` of D channels from `channel` on, as float32.
   void read(int64_t channel, int64_t column, float* out) const {
     const A* p = slot + channel * channel_step + column * column_step;
