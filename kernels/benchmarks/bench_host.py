@@ -41,6 +41,8 @@ def tensors() -> dict[str, torch.Tensor]:
         "state": torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM),
         "output_gate": torch.randn(1, HEADS, HEAD_DIM).to(bf16),
         "norm_weight": torch.ones(HEAD_DIM),
+        "starts": torch.tensor([0, 1], dtype=torch.int32),
+        "accepted": torch.ones(1, dtype=torch.int32),
     }
 
 
@@ -62,6 +64,13 @@ def calls() -> dict[str, Callable[[], object]]:
     packed_call: Callable[..., object] = kda_ops.packed_kda_decode
     fused_call: Callable[..., object] = kda_ops.fused_kda_decode
     fused_tail = (-5.0, 1e-5, None, None, 1, "vk", fused_output)
+    # One token a sequence: the window of fused_decode serves, and the table has one column.
+    before, behind = (*conv, *wide, t["A_log"], t["dt_bias"]), (t["state"], *norm)
+    spec: tuple[Any, ...] = (*before, t["indices"][:, None], *behind)
+    spec_kernel = build.load("packed_fused_decode")
+    spec_call: Callable[..., object] = kda_ops.packed_fused_kda_decode
+    counts = {"query_start_loc": t["starts"], "num_accepted_tokens": t["accepted"]}
+    spec_tail = (-5.0, 1e-5, *counts.values(), None, None, None, 1, "vk", fused_output)
     return {
         "torch.add(out=)": lambda: torch.add(a, b, out=c),
         "packed kernel": lambda: packed_kernel(*packed, None, -5.0, 0, "vk", packed_output),
@@ -70,6 +79,9 @@ def calls() -> dict[str, Callable[[], object]]:
         "fused kernel": lambda: fused_kernel(*fused, *fused_tail),
         "fused call": lambda: fused_call(*fused),
         "fused call, output=": lambda: fused_call(*fused, output=fused_output),
+        "packed_fused kernel": lambda: spec_kernel(*spec, *spec_tail),
+        "packed_fused call": lambda: spec_call(*spec, **counts),
+        "packed_fused call, output=": lambda: spec_call(*spec, output=fused_output, **counts),
     }
 
 
