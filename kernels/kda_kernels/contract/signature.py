@@ -29,7 +29,7 @@ def key(operator: Operator, *, out: bool) -> str:
     arguments = overload_arguments(operator, out=out)
     parts = [_facts(a) if isinstance(a, TensorArg) else a.name for a in arguments]
     wanted = [f"{operator.output.name}.requires_grad"] if out else []
-    parts += [_metadata(operator.output.name)] if out else []
+    parts += [_metadata(operator.output.name, operator.output.layout)] if out else []
     parts.append(_alignments(operator))
     pools = [a.name for a in operator.tensors if a.role is Role.UPDATE]
     parts.append(_objections([*filter(None, map(_wants_gradient, arguments)), *wanted], pools))
@@ -43,22 +43,24 @@ def _parameter(argument: TensorArg | ScalarArg) -> str:
     return f"{argument.name}=None" if argument.optional and argument.keyword else argument.name
 
 
-def _metadata(name: str) -> str:
-    """Write what the validator reads of every tensor.
+def _metadata(name: str, layout: Layout) -> str:
+    """Write what the validator reads of a tensor: of its strides no more than the layout asks.
 
     An index stands for the device, which costs half as much: -1 is the CPU, because the dispatcher
     sends calls with tensors of other kinds without an index (meta, fake) elsewhere.
     """
-    return f"{name}.shape, {name}.stride(), {name}.dtype, {name}.get_device()"
+    strides = {Layout.STRIDED: "", Layout.COMPACT: f"{name}.is_contiguous(), "}
+    asked = strides.get(layout, f"{name}.stride(), ")
+    return f"{name}.shape, {asked}{name}.dtype, {name}.get_device()"
 
 
 def _facts(argument: TensorArg) -> str:
     """Write the part of the key that one tensor contributes."""
     name = argument.name
     if argument.optional:
-        return f"None if {name} is None else ({_metadata(name)})"
+        return f"None if {name} is None else ({_metadata(name, argument.layout)})"
     aligned = f", {name}.data_ptr() & 15" if argument.role is Role.UPDATE else ""
-    return _metadata(name) + aligned
+    return _metadata(name, argument.layout) + aligned
 
 
 def _alignments(operator: Operator) -> str:
