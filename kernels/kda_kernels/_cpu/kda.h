@@ -80,8 +80,7 @@ constexpr int kRows =
     4;  // state rows walked together: 8 accumulators hide the latency of a multiply-add
 
 // Loads one byte of every cache line in order. Walking several rows at once looks random to the
-// hardware's prefetcher: on a Zen 3 it read a 256 MB pool at 7.8 us a head, against 4.9 us in
-// memory order. So every block is first touched in that order.
+// hardware's prefetcher, so every block is first touched in memory order.
 template <class Source>
 KDA_INLINE void touch(const Source* p, int elements) {
   const volatile char* line = reinterpret_cast<const volatile char*>(p);
@@ -150,9 +149,8 @@ void recur_vk(const Source* source, S* pool, float* keep, Token& t, int v0, int 
 // Layout kv. Value columns [v0, v1), multiples of 2 * W. Both phases walk the key rows in memory
 // order; the sums over keys stay in an array of one float per column (first-level cache), and the
 // second phase finds the head's state in the second-level cache. While it works memory would idle,
-// so it asks for the next head's state: for all of it in bf16, where rounding keeps the units busy
-// (3.8 us a head instead of 6.5, cold, on a Zen 3); in float32 for its first rows only (8.7 instead
-// of 10; all of it gained nothing).
+// so it asks for the next head's state: for all of it in bf16, where rounding keeps the units busy;
+// in float32 for its first rows only (all of it gained nothing).
 template <class Source, class S, bool Pool, bool Keep>
 void recur_kv(const Source* source, S* pool, float* keep, Token& t, int v0, int v1) {
   alignas(64) float sk[D] = {}, sq[D] = {};
