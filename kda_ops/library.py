@@ -21,7 +21,6 @@ LIBRARY = torch.library.Library("kda", "DEF")
 """The library that owns ``torch.ops.kda``."""
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_BACKENDS = ("CPU", "CUDA")
 
 
 def _fake(operator: Operator, run: Launcher, *, out: bool) -> Callable[..., Any]:
@@ -48,8 +47,8 @@ def _register(operator: Operator) -> None:
     for out in (False, True):
         LIBRARY.define(schema(operator, out=out), tags=_TAGS)
         name = f"{operator.name}.out" if out else operator.name
-        for backend in _BACKENDS:
-            LIBRARY.impl(name, run.write if out else run.allocate, backend)
+        LIBRARY.impl(name, run.write_on_cpu if out else run.allocate_on_cpu, "CPU")
+        LIBRARY.impl(name, run.write if out else run.allocate, "CUDA")
         torch.library.register_fake(
             f"kda::{name}", _fake(operator, run, out=out), lib=LIBRARY, allow_override=False
         )

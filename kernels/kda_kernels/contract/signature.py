@@ -24,13 +24,18 @@ def parameters(operator: Operator, *, out: bool) -> str:
     return ", ".join([*positional, "*", *keywords, *([operator.output.name] if out else [])])
 
 
-def key(operator: Operator, *, out: bool) -> str:
-    """Return the tuple expression of a call's key over the overload's parameter names."""
+def key(operator: Operator, *, out: bool, cpu_only: bool = False) -> str:
+    """Return the tuple expression of a call's key over the overload's parameter names.
+
+    With ``cpu_only`` the key leaves out devices and what only GPUs ask for: torch's dispatcher
+    sends a call to the CPU implementation only when all of its tensors live there.
+    """
     arguments = overload_arguments(operator, out=out)
-    parts = [_facts(a) if isinstance(a, TensorArg) else a.name for a in arguments]
+    parts = [_facts(a, cpu_only) if isinstance(a, TensorArg) else a.name for a in arguments]
     wanted = [f"{operator.output.name}.requires_grad"] if out else []
-    parts += [_metadata(operator.output.name, operator.output.layout)] if out else []
-    parts.append(_alignments(operator))
+    output = operator.output
+    parts += [_metadata(output.name, output.layout, cpu_only)] if out else []
+    parts += [] if cpu_only else [_alignments(operator)]
     pools = [a.name for a in operator.tensors if a.role is Role.UPDATE]
     parts.append(_objections([*filter(None, map(_wants_gradient, arguments)), *wanted], pools))
     return f"({', '.join(parts)})"
@@ -43,7 +48,7 @@ def _parameter(argument: TensorArg | ScalarArg) -> str:
     return f"{argument.name}=None" if argument.optional and argument.keyword else argument.name
 
 
-def _metadata(name: str, layout: Layout) -> str:
+def _metadata(name: str, layout: Layout, cpu_only: bool) -> str:
     """Write what the validator reads of a tensor: of its strides no more than the layout asks.
 
     An index stands for the device, which costs half as much: -1 is the CPU, because the dispatcher
@@ -51,16 +56,17 @@ def _metadata(name: str, layout: Layout) -> str:
     """
     strides = {Layout.STRIDED: "", Layout.COMPACT: f"{name}.is_contiguous(), "}
     asked = strides.get(layout, f"{name}.stride(), ")
-    return f"{name}.shape, {asked}{name}.dtype, {name}.get_device()"
+    device = "" if cpu_only else f", {name}.get_device()"
+    return f"{name}.shape, {asked}{name}.dtype{device}"
 
 
-def _facts(argument: TensorArg) -> str:
+def _facts(argument: TensorArg, cpu_only: bool) -> str:
     """Write the part of the key that one tensor contributes."""
     name = argument.name
     if argument.optional:
-        return f"None if {name} is None else ({_metadata(name, argument.layout)})"
+        return f"None if {name} is None else ({_metadata(name, argument.layout, cpu_only)})"
     aligned = f", {name}.data_ptr() & 15" if argument.role is Role.UPDATE else ""
-    return _metadata(name, argument.layout) + aligned
+    return _metadata(name, argument.layout, cpu_only) + aligned
 
 
 def _alignments(operator: Operator) -> str:

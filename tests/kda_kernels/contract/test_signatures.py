@@ -1,5 +1,7 @@
 """The key of a call: it changes with what the validator looks at, and with nothing else."""
 
+import re
+
 import pytest
 import torch
 
@@ -164,3 +166,11 @@ def test_equal_signatures_share_a_plan_and_forget_drops_it(contract):
     run.forget()
     assert [len(plans) for plans in run._plans] == [0, 0]
     assert launcher(contract.name) is not run
+
+
+def test_the_key_of_the_cpu_is_the_general_key_without_devices(contract):
+    for out in (False, True):
+        lean = key(contract, out=out, cpu_only=True)
+        assert "get_device" not in lean and "is_cuda" not in lean
+        general = re.sub(r", \w+\.get_device\(\)", "", key(contract, out=out))
+        assert lean == re.sub(r"\w+\.is_cuda and \([^()]*(?:\(\)[^()]*)*\), ", "", general)
