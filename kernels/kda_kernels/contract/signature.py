@@ -51,8 +51,8 @@ def _parameter(argument: TensorArg | ScalarArg) -> str:
 def _metadata(name: str, layout: Layout, cpu_only: bool) -> str:
     """Write what the validator reads of a tensor: of its strides no more than the layout asks.
 
-    An index stands for the device, which costs half as much: -1 is the CPU, because the dispatcher
-    sends calls with tensors of other kinds without an index (meta, fake) elsewhere.
+    An index stands for the device, which costs half as much; tensors of kinds without an index
+    (meta, fake) are sent elsewhere by the dispatcher.
     """
     strides = {Layout.STRIDED: "", Layout.COMPACT: f"{name}.is_contiguous(), "}
     asked = strides.get(layout, f"{name}.stride(), ")
@@ -72,7 +72,7 @@ def _facts(argument: TensorArg, cpu_only: bool) -> str:
 def _alignments(operator: Operator) -> str:
     """Write where rows and parameters start within 16 bytes: on GPUs it decides how to read them.
 
-    CPU kernels read every address alike, so on CPUs this costs one question.
+    CPU kernels read every address alike, so the key of the CPU leaves this out.
     """
     names = [
         a.name
