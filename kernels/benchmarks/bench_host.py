@@ -70,7 +70,7 @@ def calls() -> dict[str, Callable[[], object]]:
     spec_kernel = build.load("packed_fused_decode")
     spec_call: Callable[..., object] = kda_ops.packed_fused_kda_decode
     counts = {"query_start_loc": t["starts"], "num_accepted_tokens": t["accepted"]}
-    spec_tail = (-5.0, 1e-5, *counts.values(), None, None, None, 1, "vk", fused_output)
+    spec_tail = (*counts.values(), -5.0, 1e-5, None, None, None, 1, "vk", fused_output)
     return {
         "torch.add(out=)": lambda: torch.add(a, b, out=c),
         "packed kernel": lambda: packed_kernel(*packed, None, -5.0, 0, "vk", packed_output),

@@ -116,8 +116,8 @@ def conv_state(window: str, moved: str) -> TensorArg:
     )
 
 
-def fused_arguments(rows: str, window: str) -> tuple[TensorArg | ScalarArg, ...]:
-    """Declare what both fused operators take before their keywords, without state_indices."""
+def fused_arguments(rows: str, window: str) -> tuple[TensorArg, ...]:
+    """Declare the tensors that both fused operators must be given."""
     state_slots = "B" if rows == "B" else "N"
     written = f"{state_slots}, H, D, D" if rows == "B" else "N, T, H*D, D"
     return (
@@ -153,17 +153,21 @@ def fused_arguments(rows: str, window: str) -> tuple[TensorArg | ScalarArg, ...]
             reads=f"{rows}, H*D",
         ),
         TensorArg("norm_weight", ("D",), ("float32",), Layout.COMPACT, "weight of the RMSNorm"),
-        replace(LOWER_BOUND, keyword=False),
-        ScalarArg(
-            "norm_eps",
-            "float",
-            1e-5,
-            Rule.NON_NEGATIVE,
-            "added to the mean square in the RMSNorm",
-            keyword=False,
-        ),
     )
 
+
+LOWER_BOUND_AND_EPS = (
+    replace(LOWER_BOUND, keyword=False),
+    ScalarArg(
+        "norm_eps",
+        "float",
+        1e-5,
+        Rule.NON_NEGATIVE,
+        "added to the mean square in the RMSNorm",
+        keyword=False,
+    ),
+)
+"""What both fused operators take as their last positional arguments."""
 
 CONV_BIAS = TensorArg(
     "conv_bias",

@@ -18,6 +18,7 @@ CONTRACT = Operator(
     },
     arguments=(
         *shared.fused_arguments("B", "L"),
+        *shared.LOWER_BOUND_AND_EPS,
         shared.CONV_BIAS,
         shared.SCALE,
         shared.first_slot(1),

@@ -83,3 +83,8 @@ def schedule(rows: int, heads: int, processors: int, itemsize: int, layout: str)
     load = rows * heads / processors
     candidates = _SCHEDULES[layout, itemsize]
     return next(choice for limit, choice in candidates if load < limit)
+
+
+def schedules(itemsize: int, layout: str) -> tuple[Schedule, ...]:
+    """Return every schedule that some call of a state type and layout gets, without repetition."""
+    return tuple(dict.fromkeys(choice for _, choice in _SCHEDULES[layout, itemsize]))

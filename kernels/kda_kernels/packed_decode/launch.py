@@ -7,8 +7,9 @@ therefore imported only when a variant is compiled) and the schedule's choice (c
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from kda_kernels._cute import compile as backend
 from kda_kernels._cute.target import Target
-from kda_kernels.packed_decode.config import VECTOR_BYTES, Schedule, schedule
+from kda_kernels.contract.example import Kinds, example
+from kda_kernels.packed_decode.config import VECTOR_BYTES, Schedule, schedule, schedules
+from kda_kernels.packed_decode.contract import CONTRACT
 
 HEAD_DIM = 128
 SOURCES = ("packed_decode/cute.py", "packed_decode/config.py", "packed_decode/launch.py")
@@ -100,13 +103,31 @@ def variant_of(values: Mapping[str, Any], output: torch.dtype, processors: int) 
     )
 
 
+def matrix() -> tuple[Variant, ...]:
+    """Return the default variants: a bundle holds them, tests compile them for every architecture.
+
+    They are what serving engines call: bfloat16 rows that start at multiples of 16 bytes, float32
+    parameters, int32 indices of which negative ones are padding; both state types, both state
+    layouts, both gates, and every schedule that some number of rows, heads and processors leads to.
+    Everything is read off example calls, so that a real call of the kind finds its variant.
+    """
+    found: list[Variant] = []
+    states, bounds = (torch.float32, torch.bfloat16), (-5.0, None)
+    for layout, state, bound in itertools.product(("vk", "kv"), states, bounds):
+        scalars = {"state_layout": layout, "lower_bound": bound}
+        values = example(CONTRACT, kinds=Kinds(state=state), scalars=scalars)
+        one = variant_of(values, torch.bfloat16, processors=1)
+        found += [replace(one, schedule=cut) for cut in schedules(state.itemsize, layout)]
+    return tuple(found)
+
+
 def kernel(
     values: Mapping[str, Any], output: torch.dtype, target: Target, device: torch.device
 ) -> Callable[..., None]:
     """Return the function that serves a call's signature and takes the contract's arguments."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     variant = variant_of(values, output, processors)
-    function = backend.load("packed_decode", variant, target, _trace, SOURCES)
+    function = backend.load("packed_decode", variant, target, trace, SOURCES)
     return adapter(function, variant, values)
 
 
@@ -144,7 +165,7 @@ def adapter(
     return packed_decode
 
 
-def _trace(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
+def trace(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     """Return what the compiler compiles for a variant (imports CUTLASS)."""
     from kda_kernels.packed_decode import cute  # noqa: PLC0415 - needs CUTLASS
 

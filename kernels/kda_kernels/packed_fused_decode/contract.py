@@ -40,7 +40,6 @@ CONTRACT = Operator(
             Layout.STRIDED,
             "first packed row of each sequence and, last, the number of rows in use; "
             "non-decreasing from 0",
-            keyword=True,
             reads="N+1",
         ),
         TensorArg(
@@ -49,9 +48,9 @@ CONTRACT = Operator(
             ("int32",),
             Layout.STRIDED,
             "tokens of the previous call that were accepted, clamped to [1, T]",
-            keyword=True,
             reads="N",
         ),
+        *shared.LOWER_BOUND_AND_EPS,
         TensorArg(
             "t1_state_indices",
             ("R",),

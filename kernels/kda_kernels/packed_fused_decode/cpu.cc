@@ -110,11 +110,11 @@ KDA_EXPORT __tvm_ffi_packed_fused_decode(void*, const TVMFFIAny* args, int32_t c
                beta = a.tensor();
   const Tensor a_log = a.tensor(), dt_bias = a.tensor(), indices = a.tensor(), state = a.tensor();
   const Tensor output_gate = a.tensor(), norm_weight = a.tensor();
+  const Tensor starts = a.tensor(), accepted = a.tensor();
   double bound = 0;
   const bool bounded = a.optional_number(&bound);
   const float norm_eps = a.number(1e-5);
-  const Tensor starts = a.tensor(), accepted = a.tensor(), row_slots = a.optional_tensor(),
-               conv_bias = a.optional_tensor();
+  const Tensor row_slots = a.optional_tensor(), conv_bias = a.optional_tensor();
   const float scale = a.number(kDefaultScale);
   int64_t first_slot = 0;
   const bool has_first = a.optional_integer(&first_slot);

@@ -37,16 +37,15 @@ fused_decode.out(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor raw_gate
     Tensor(c!) output) -> ()
 packed_fused_decode(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor raw_gate, Tensor
     raw_beta, Tensor A_log, Tensor dt_bias, Tensor state_indices, Tensor(b!) state, Tensor
-    output_gate, Tensor norm_weight, float? lower_bound=-5.0, float norm_eps=1e-05, *,
-    Tensor query_start_loc, Tensor num_accepted_tokens, Tensor? t1_state_indices=None,
-    Tensor? conv_bias=None, float? scale=None, int? first_slot=1, str state_layout="vk") ->
-    Tensor
+    output_gate, Tensor norm_weight, Tensor query_start_loc, Tensor num_accepted_tokens,
+    float? lower_bound=-5.0, float norm_eps=1e-05, *, Tensor? t1_state_indices=None, Tensor?
+    conv_bias=None, float? scale=None, int? first_slot=1, str state_layout="vk") -> Tensor
 packed_fused_decode.out(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor raw_gate,
     Tensor raw_beta, Tensor A_log, Tensor dt_bias, Tensor state_indices, Tensor(b!) state,
-    Tensor output_gate, Tensor norm_weight, float? lower_bound=-5.0, float norm_eps=1e-05,
-    *, Tensor query_start_loc, Tensor num_accepted_tokens, Tensor? t1_state_indices=None,
-    Tensor? conv_bias=None, float? scale=None, int? first_slot=1, str state_layout="vk",
-    Tensor(c!) output) -> ()""",
+    Tensor output_gate, Tensor norm_weight, Tensor query_start_loc, Tensor
+    num_accepted_tokens, float? lower_bound=-5.0, float norm_eps=1e-05, *, Tensor?
+    t1_state_indices=None, Tensor? conv_bias=None, float? scale=None, int? first_slot=1, str
+    state_layout="vk", Tensor(c!) output) -> ()""",
         )
 
 

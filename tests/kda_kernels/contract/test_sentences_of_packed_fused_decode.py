@@ -155,22 +155,6 @@ norm_weight is on another device
   ContractError: norm_weight must be on cpu, got meta (from x)
 norm_weight has gaps between elements
   ContractError: norm_weight must be contiguous, got strides [2] for shape [128]
-lower_bound is 0.0
-  ContractError: lower_bound must be finite and < 0 (or None for the softplus gate), got 0.0
-lower_bound is 1.0
-  ContractError: lower_bound must be finite and < 0 (or None for the softplus gate), got 1.0
-lower_bound is nan
-  ContractError: lower_bound must be finite and < 0 (or None for the softplus gate), got nan
-lower_bound is -inf
-  ContractError: lower_bound must be finite and < 0 (or None for the softplus gate), got -inf
-norm_eps is -1e-05
-  ContractError: norm_eps must be finite and >= 0, got -1e-05
-norm_eps is nan
-  ContractError: norm_eps must be finite and >= 0, got nan
-norm_eps is inf
-  ContractError: norm_eps must be finite and >= 0, got inf
-norm_eps is None
-  DtypeError: norm_eps must be finite and >= 0, got None
 query_start_loc is None
   DtypeError: query_start_loc must be a tensor, got NoneType
 query_start_loc lost its last element
@@ -187,6 +171,22 @@ num_accepted_tokens has int16 elements
   DtypeError: num_accepted_tokens must be int32, got int16
 num_accepted_tokens is on another device
   ContractError: num_accepted_tokens must be on cpu, got meta (from x)
+lower_bound is 0.0
+  ContractError: lower_bound must be finite and < 0 (or None for the softplus gate), got 0.0
+lower_bound is 1.0
+  ContractError: lower_bound must be finite and < 0 (or None for the softplus gate), got 1.0
+lower_bound is nan
+  ContractError: lower_bound must be finite and < 0 (or None for the softplus gate), got nan
+lower_bound is -inf
+  ContractError: lower_bound must be finite and < 0 (or None for the softplus gate), got -inf
+norm_eps is -1e-05
+  ContractError: norm_eps must be finite and >= 0, got -1e-05
+norm_eps is nan
+  ContractError: norm_eps must be finite and >= 0, got nan
+norm_eps is inf
+  ContractError: norm_eps must be finite and >= 0, got inf
+norm_eps is None
+  DtypeError: norm_eps must be finite and >= 0, got None
 t1_state_indices lost its last element
   ContractError: t1_state_indices must be [R] = [6], got [5] (R = 6 from x)
 t1_state_indices has int16 elements
