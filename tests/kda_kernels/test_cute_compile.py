@@ -53,7 +53,7 @@ def matrix():
 
 @pytest.mark.parametrize(("target", "wanted"), list(matrix()))
 def test_every_architecture_compiles_and_nothing_spills(target, wanted, tmp_path):
-    backend.compile_variant(wanted, target, launch._trace, tmp_path)
+    backend.compile_variant(wanted, target, launch.trace, tmp_path)
     (code,) = tmp_path.glob("*.cubin")
     assert target.arch in code.name
     if CUOBJDUMP is not None:
@@ -70,7 +70,7 @@ def test_a_variant_is_compiled_once_and_found_again(monkeypatch, tmp_path):
 
     def trace(wanted):
         traced.append(wanted)
-        return launch._trace(wanted)
+        return launch.trace(wanted)
 
     wanted = variant(FEW, "vk", torch.float32, first_slot=None, lower_bound=None)
     for _ in range(2):
