@@ -44,10 +44,22 @@ def gates(rows: str, *, flat: bool = False) -> tuple[TensorArg, TensorArg]:
 
 
 A_LOG = TensorArg(
-    "A_log", ("H",), PARAMETER, Layout.COMPACT, "logarithm of the decay rate", any_shape=True
+    "A_log",
+    ("H",),
+    PARAMETER,
+    Layout.COMPACT,
+    "logarithm of the decay rate",
+    any_shape=True,
+    reads="H",
 )
 DT_BIAS = TensorArg(
-    "dt_bias", ("H*D",), PARAMETER, Layout.COMPACT, "bias of the decay gate", any_shape=True
+    "dt_bias",
+    ("H*D",),
+    PARAMETER,
+    Layout.COMPACT,
+    "bias of the decay gate",
+    any_shape=True,
+    reads="H*D",
 )
 STATE = TensorArg(
     "state",
@@ -152,7 +164,9 @@ def fused_arguments(rows: str, window: str) -> tuple[TensorArg, ...]:
             "logits of the gate behind the norm",
             reads=f"{rows}, H*D",
         ),
-        TensorArg("norm_weight", ("D",), ("float32",), Layout.COMPACT, "weight of the RMSNorm"),
+        TensorArg(
+            "norm_weight", ("D",), ("float32",), Layout.COMPACT, "weight of the RMSNorm", reads="D"
+        ),
     )
 
 
@@ -177,4 +191,5 @@ CONV_BIAS = TensorArg(
     "bias of the convolution",
     optional=True,
     keyword=True,
+    reads="3*H*D",
 )

@@ -44,13 +44,13 @@ class Case:
     seed: int = 0
 
 
-def draw(operator: Operator, case: Case) -> dict[str, Any]:
+def draw(operator: Operator, case: Case, device: str = "cpu") -> dict[str, Any]:
     """Return the arguments of one legal call by name, without an output.
 
     Live indices are distinct and start at the call's first_slot; every pool is filled with random
-    values, padding with NaN.
+    values, padding with NaN. A seed gives other values on another device; on "meta" there are none.
     """
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(case.seed)
     values: dict[str, Any] = {}
     for argument in operator.arguments:
         if not isinstance(argument, TensorArg):
@@ -60,8 +60,8 @@ def draw(operator: Operator, case: Case) -> dict[str, Any]:
         elif argument.layout is Layout.STRIDED:
             continue
         else:
-            values[argument.name] = _tensor(argument, case, generator)
-    values.update(_indices(operator, case, values.get("first_slot"), generator))
+            values[argument.name] = _tensor(argument, case, device, generator)
+    values.update(_indices(operator, case, values.get("first_slot"), device, generator))
     return {argument.name: values[argument.name] for argument in operator.arguments}
 
 
@@ -141,11 +141,14 @@ def _dtype(argument: TensorArg, case: Case) -> torch.dtype:
     return chosen.get(argument.name, fixed)
 
 
-def _tensor(argument: TensorArg, case: Case, generator: torch.Generator) -> Tensor:
+def _tensor(
+    argument: TensorArg, case: Case, device: str, generator: torch.Generator | None
+) -> Tensor:
     """Make one floating-point tensor in its layout."""
     extents = argument.extents[min(case.spelling, len(argument.extents) - 1)]
     shape = [extent.value(case.sizes) for extent in extents]
-    data = _distribution(argument.name, torch.randn(shape, generator=generator))
+    drawn = torch.randn(shape, generator=generator, device=device)
+    data = _distribution(argument.name, drawn)
     data = data.to(_dtype(argument, case))
     if argument.layout in (Layout.SLOTS, Layout.WINDOW):
         if argument.layout is Layout.WINDOW and case.window == "SD":
@@ -179,7 +182,8 @@ def strided(data: Tensor, axis: int, padding: int, offset: int = 0) -> Tensor:
     step = inner + padding
     strides = list(data.contiguous().stride())
     strides[: axis + 1] = [math.prod(shape[i + 1 : axis + 1]) * step for i in range(axis + 1)]
-    flat = torch.full((offset + math.prod(shape[: axis + 1]) * step,), math.nan, dtype=data.dtype)
+    size = offset + math.prod(shape[: axis + 1]) * step
+    flat = torch.full((size,), math.nan, dtype=data.dtype, device=data.device)
     view = flat.as_strided(shape, strides, offset)
     view.copy_(data)
     return view
@@ -194,12 +198,17 @@ def _clone(tensor: Tensor) -> Tensor:
 
 
 def _indices(
-    operator: Operator, case: Case, first_slot: int | None, generator: torch.Generator
+    operator: Operator,
+    case: Case,
+    first_slot: int | None,
+    device: str,
+    generator: torch.Generator | None,
 ) -> dict[str, Any]:
     """Make the integer arguments: distinct slots, sequences that fill the rows, accepted counts."""
     sizes, names = case.sizes, {argument.name for argument in operator.tensors}
     first = first_slot or 0
-    order = torch.randperm(max(sizes["S"] - first, 0), generator=generator) + first
+    slots = max(sizes["S"] - first, 0)
+    order = torch.randperm(slots, generator=generator, device=device) + first
     if "query_start_loc" not in names:
         if "state_indices" in case.absent:
             return {"state_indices": None}
@@ -208,10 +217,10 @@ def _indices(
     bounds = [min(n * tokens, rows) for n in range(count + 1)]
     made: dict[str, Any] = {
         "state_indices": order[: count * tokens].reshape(count, tokens).to(case.index_dtype),
-        "query_start_loc": torch.tensor(bounds, dtype=torch.int32),
-        "num_accepted_tokens": torch.randint(1, tokens + 1, (count,), generator=generator).to(
-            torch.int32
-        ),
+        "query_start_loc": torch.tensor(bounds, dtype=torch.int32, device=device),
+        "num_accepted_tokens": torch.randint(
+            1, tokens + 1, (count,), generator=generator, device=device
+        ).to(torch.int32),
     }
     if "t1_state_indices" not in case.absent:
         made["t1_state_indices"] = order[:rows].to(case.index_dtype)
