@@ -7,7 +7,7 @@ Columns: microseconds a call; GB/s of state traffic (every live state read once 
 how many times faster the kernel is than the same step in plain PyTorch under torch.compile; the
 kernel's speed as a fraction of ``mul_`` over the same bytes. ``warm`` uses the same slots at every
 call, ``cold`` the next slots of a pool that exceeds the caches (as a model of many layers does).
-With ``--device cuda`` the table is another one, of packed_decode alone: see cuda_decode.py.
+With ``--device cuda`` the table is another one: see cuda_decode.py.
 """
 
 from __future__ import annotations
@@ -18,38 +18,27 @@ import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-import cuda_decode
 import harness
 import plain
+from decode_calls import STATE_DTYPES, Cell, Values, values_of
 from kda_kernels._cpu import build
+from kda_kernels.testing.cases import output_of
 
-HEAD_DIM = 128
-STATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 SIZES = {"cpu": ((4, 12, 32), (1, 8, 32)), "cuda": ((12, 16, 32, 64), (1, 8, 32, 128, 512))}
 """Heads and rows that are measured by default, by device."""
 
+FIRST_SLOT = 1
+
 
 @dataclass(frozen=True)
-class Shape:
-    """One line of the table."""
+class Shape(Cell):
+    """One line of the table: a cell, and whether every call uses the same slots."""
 
-    operator: str
-    layout: str
-    state: str
-    heads: int
-    rows: int
-    working_set: str
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the live states of one call."""
-        size = STATE_DTYPES[self.state].itemsize
-        return self.rows * self.heads * HEAD_DIM * HEAD_DIM * size
+    working_set: str = "warm"
 
     @property
     def calls(self) -> int:
@@ -71,44 +60,19 @@ class Line:
     over_mul: float
 
 
-def inputs(shape: Shape) -> dict[str, Any]:
-    """Make one call's tensors by name, and a pool that holds all sets of slots."""
+def inputs(shape: Shape) -> tuple[Values, list[Tensor]]:
+    """Make one call's arguments by name, and the indices of every set of slots in its pools."""
     torch.manual_seed(0)
-    rows, heads = shape.rows, shape.heads
-    width, slots = heads * HEAD_DIM, shape.rows * shape.calls
-    bf16 = torch.bfloat16
-    order = torch.arange(slots, dtype=torch.int32).view(shape.calls, rows)
-    return {
-        "x": torch.randn(rows, 3 * width).to(bf16),
-        "weight": torch.randn(3, 4, width) * 0.5,
-        "conv_state": torch.randn(slots, 3, 3 * width).to(bf16).transpose(1, 2),
-        "raw_gate": torch.randn(rows, width).to(bf16),
-        "raw_beta": torch.randn(rows, heads).to(bf16),
-        "A_log": torch.randn(heads) * 0.5,
-        "dt_bias": torch.randn(width),
-        "state": torch.randn(slots, heads, HEAD_DIM, HEAD_DIM).to(STATE_DTYPES[shape.state]),
-        "indices": list(order),
-        "output_gate": torch.randn(rows, heads, HEAD_DIM).to(bf16),
-        "norm_weight": 1 + 0.1 * torch.randn(HEAD_DIM),
-    }
+    slots = shape.rows * shape.calls + FIRST_SLOT
+    order = torch.arange(FIRST_SLOT, slots, dtype=torch.int32).view(shape.calls, shape.rows)
+    return values_of(shape, "cpu", slots), list(order)
 
 
-def kernel_call(shape: Shape, t: dict[str, Any], indices: Tensor) -> Callable[[], Tensor]:
+def kernel_call(shape: Shape, t: Values, indices: Tensor) -> Callable[[], Tensor]:
     """Return one call of the compiled kernel, without the public function around it."""
-    kernel = build.load(shape.operator)
-    rows, heads = shape.rows, shape.heads
-    if shape.operator == "packed_decode":
-        output = torch.empty(rows, 1, heads, HEAD_DIM, dtype=torch.bfloat16)
-        head = (t["x"], t["raw_gate"], t["raw_beta"], t["A_log"], t["dt_bias"])
-        tail = (t["state"], indices, None, -5.0, 0, shape.layout, output)
-        arguments: tuple[Any, ...] = (*head, *tail)
-    else:
-        output = torch.empty(1, rows, heads, HEAD_DIM, dtype=torch.bfloat16)
-        gates = (t["raw_gate"].view(1, rows, heads, HEAD_DIM), t["raw_beta"][None])
-        conv = (t["x"], t["weight"], t["conv_state"])
-        norm = (t["output_gate"], t["norm_weight"], -5.0, 1e-5)
-        middle = (*gates, t["A_log"], t["dt_bias"], indices, t["state"], *norm)
-        arguments = (*conv, *middle, None, None, 0, shape.layout, output)
+    kernel, output = build.load(shape.operator), output_of(shape.contract, t)
+    now = t | {"state_indices": indices}
+    arguments = (*[now[argument.name] for argument in shape.contract.abi], output)
 
     def call() -> Tensor:
         kernel(*arguments)
@@ -118,21 +82,22 @@ def kernel_call(shape: Shape, t: dict[str, Any], indices: Tensor) -> Callable[[]
 
 
 def plain_call(
-    shape: Shape, t: dict[str, Any], indices: Tensor, step: Callable[..., Tensor]
+    shape: Shape, t: Values, indices: Tensor, step: Callable[..., Tensor]
 ) -> Callable[[], Tensor]:
     """Return one call of the plain PyTorch step (compiled or not)."""
-    gates = (t["raw_gate"], t["raw_beta"], t["A_log"], t["dt_bias"])
+    rows = (t["raw_gate"].reshape(shape.rows, -1), t["raw_beta"].reshape(shape.rows, -1))
+    gates = (*rows, t["A_log"], t["dt_bias"])
     if shape.operator == "packed_decode":
-        return lambda: step(t["x"], *gates, t["state"], indices, shape.layout)
+        return lambda: step(t["mixed_qkv"], *gates, t["state"], indices, shape.layout)
     head = (t["x"], t["weight"], t["conv_state"], *gates, t["state"], indices)
     return lambda: step(*head, t["output_gate"], t["norm_weight"], shape.layout)
 
 
-def check(shape: Shape, t: dict[str, Any], step: Callable[..., Tensor]) -> None:
+def check(shape: Shape, t: Values, indices: Tensor, step: Callable[..., Tensor]) -> None:
     """Run kernel and compiled step from the same pools; refuse to time things that differ."""
-    pools = {name: t[name].clone() for name in ("state", "conv_state")}
-    mine = kernel_call(shape, t, t["indices"][0])().float().flatten()
-    theirs = plain_call(shape, t | pools, t["indices"][0], step)().float().flatten()
+    pools = {name: t[name].clone() for name in ("state", "conv_state") if name in t}
+    mine = kernel_call(shape, t, indices)().float().flatten()
+    theirs = plain_call(shape, t | pools, indices, step)().float().flatten()
     states = (t["state"].float() - pools["state"].float()).abs().max()
     if (mine - theirs).norm() > 0.02 * theirs.norm() or states > 0.1:
         raise SystemExit(f"{shape}: kernel and plain step disagree, nothing to measure")
@@ -140,18 +105,18 @@ def check(shape: Shape, t: dict[str, Any], step: Callable[..., Tensor]) -> None:
 
 def measure(shape: Shape, *, inductor: bool, rounds: int) -> Line:
     """Measure one line."""
-    t = inputs(shape)
+    t, sets = inputs(shape)
     step = plain.packed_step if shape.operator == "packed_decode" else plain.fused_step
-    states = t["state"].view(shape.calls, shape.rows, -1)
+    states = t["state"][FIRST_SLOT:].view(shape.calls, shape.rows, -1)
     contestants: dict[str, harness.Contestant] = {
-        "kernel": harness.rotating(kernel_call(shape, t, i) for i in t["indices"]),
+        "kernel": harness.rotating(kernel_call(shape, t, i) for i in sets),
         "mul_": harness.rotating([functools.partial(s.mul_, 1.0) for s in states]),
     }
     if inductor:
         torch._dynamo.reset()
         compiled = torch.compile(step, dynamic=False)
-        check(shape, t, compiled)
-        calls = (plain_call(shape, t, i, compiled) for i in t["indices"])
+        check(shape, t, sets[0], compiled)
+        calls = (plain_call(shape, t, i, compiled) for i in sets)
         contestants["inductor"] = harness.rotating(calls)
     sample = harness.measure(contestants, rounds)
     seconds = sample.median("kernel")
@@ -167,15 +132,12 @@ def measure(shape: Shape, *, inductor: bool, rounds: int) -> Line:
 
 def shapes(options: argparse.Namespace) -> list[Shape]:
     """Return the lines that the command asks for."""
-    axes = (
-        options.operators,
-        options.layouts,
-        options.states,
-        options.heads,
-        options.rows,
-        options.working_sets,
-    )
-    return [Shape(*line) for line in itertools.product(*axes)]
+    axes = (options.operators, options.layouts, options.states, options.heads, options.rows)
+    found = []
+    for *fields, working_set in itertools.product(*axes, options.working_sets):
+        cell = Cell(*fields)
+        found.append(Shape(**asdict(cell), working_set=working_set))
+    return found
 
 
 def summarise(lines: list[tuple[Shape, Line]]) -> dict[str, float]:
@@ -201,6 +163,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--operators", nargs="+", choices=operators, default=operators)
     parser.add_argument("--layouts", nargs="+", choices=("vk", "kv"), default=("vk", "kv"))
     parser.add_argument("--states", nargs="+", choices=tuple(STATE_DTYPES), default=("f32", "bf16"))
+    windows = ("SD", "DS")
+    parser.add_argument("--windows", nargs="+", choices=windows, default=windows, help="cuda only")
     parser.add_argument("--heads", nargs="+", type=int, help="default: a few")
     parser.add_argument("--rows", nargs="+", type=int, help="default: a few")
     sets = ("warm", "cold")
@@ -209,9 +173,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
     parser.add_argument("--no-inductor", action="store_true", help="leave torch.compile out")
+    parser.add_argument(
+        "--warm",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="cuda only: first compile all kernels in N processes (0: as many as there are cores)",
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     heads, rows = SIZES[options.device]
+    options.more_rows = options.rows is None
     options.heads, options.rows = options.heads or heads, options.rows or rows
     return options
 
@@ -220,6 +193,8 @@ def main() -> None:
     """Print the table, line by line as it is measured, and its summary."""
     options = parse()
     if options.device == "cuda":
+        import cuda_decode  # noqa: PLC0415 - imports what is timed on GPUs
+
         cuda_decode.report(options)
         return
     torch.set_num_threads(options.threads)

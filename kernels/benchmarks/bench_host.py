@@ -1,16 +1,20 @@
 """What a public call costs on the host beyond its kernel, beside a plain torch operator.
 
-Run from a checkout with the package installed: ``python kernels/benchmarks/bench_host.py``.
-Not here: how fast the kernels are (bench_decode.py).
+Run from a checkout with the package installed: ``python kernels/benchmarks/bench_host.py``, for
+launches on a GPU with ``--device cuda``. Not here: how fast the kernels are (bench_decode.py).
 
 The row of every call is a null row, so the kernel has nothing to compute but its zeros; what is
-left is the way there: the public function, torch's dispatcher, signature and plan, TVM-FFI. The
-overhead is the public call less the compiled kernel called directly with the same arguments.
+left is the way there: the public function, torch's dispatcher, signature and plan, TVM-FFI, and on
+a GPU the launch. Two differences are printed: the public call less the compiled kernel called
+directly with the same arguments, and less an empty TVM-FFI function called with them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,92 +23,107 @@ import torch
 
 import harness
 import kda_ops
-from kda_kernels._cpu import build
+import provenance
+from kda_kernels import plan
+from kda_kernels.contract.spec import Operator
+from kda_kernels.errors import UnsupportedError
+from kda_kernels.testing.cases import Case, draw, output_of
 
-HEAD_DIM = 128
 HEADS = 4
+SIZES = {"B": 1, "R": 1, "N": 1, "T": 1, "H": HEADS, "S": 2, "L": 3}
+
+Calls = dict[str, Callable[[], object]]
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    """Make the tensors of one call of one null row."""
-    width = HEADS * HEAD_DIM
-    bf16 = torch.bfloat16
+def calls(device: str) -> Calls:
+    """Return what is timed, by name; operators without a kernel on the device are left out."""
+    a, b, c = (torch.zeros(64, device=device) for _ in range(3))
+    found: Calls = {"torch.add(out=)": lambda: torch.add(a, b, out=c)}
+    for operator in plan.CONTRACTS:
+        try:
+            found |= _calls_of(operator, device)
+        except UnsupportedError as missing:
+            print(f"# left out: {missing}")
+    return found
+
+
+def _calls_of(operator: Operator, device: str) -> Calls:
+    """Return an operator's calls: public, public with ``output=``, kernel, empty function."""
+    values = draw(operator, Case(sizes=SIZES), device)
+    values["state_indices"].fill_(-1)
+    output = output_of(operator, values)
+    function: Callable[..., object] = getattr(kda_ops, operator.public_name)
+    given: list[Any] = []
+    named: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is not inspect.Parameter.empty:
+            continue  # as people call it: what has a default keeps it
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            named[parameter.name] = values[parameter.name]
+        else:
+            given.append(values[parameter.name])
+    arguments = (*[values[argument.name] for argument in operator.abi], output)
+    kernel = _kernel(operator, values, device)
+    short = operator.name.removesuffix("_decode")
     return {
-        "x": torch.randn(1, 3 * width).to(bf16),
-        "weight": torch.randn(3, 4, width),
-        "conv_state": torch.zeros(2, 3, 3 * width, dtype=bf16).transpose(1, 2),
-        "raw_gate": torch.randn(1, width).to(bf16),
-        "raw_beta": torch.randn(1, HEADS).to(bf16),
-        "A_log": torch.randn(HEADS),
-        "dt_bias": torch.randn(width),
-        "indices": torch.full((1,), -1, dtype=torch.int32),
-        "state": torch.zeros(2, HEADS, HEAD_DIM, HEAD_DIM),
-        "output_gate": torch.randn(1, HEADS, HEAD_DIM).to(bf16),
-        "norm_weight": torch.ones(HEAD_DIM),
-        "starts": torch.tensor([0, 1], dtype=torch.int32),
-        "accepted": torch.ones(1, dtype=torch.int32),
+        f"{short} empty": functools.partial(_empty_function(), *arguments),
+        f"{short} kernel": functools.partial(kernel, *arguments),
+        f"{short} call": functools.partial(function, *given, **named),
+        f"{short} call, output=": functools.partial(function, *given, **named, output=output),
     }
 
 
-def calls() -> dict[str, Callable[[], object]]:
-    """Return what is timed, by name."""
-    t = tensors()
-    gates = (t["raw_gate"], t["raw_beta"], t["A_log"], t["dt_bias"])
-    packed: tuple[Any, ...] = (t["x"], *gates, t["state"], t["indices"])
-    packed_output = torch.empty(1, 1, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    packed_kernel = build.load("packed_decode")
-    wide = (t["raw_gate"].view(1, 1, HEADS, HEAD_DIM), t["raw_beta"][None])
-    norm = (t["output_gate"], t["norm_weight"])
-    conv = (t["x"], t["weight"], t["conv_state"])
-    tail = (t["A_log"], t["dt_bias"], t["indices"], t["state"], *norm)
-    fused: tuple[Any, ...] = (*conv, *wide, *tail)
-    fused_output = torch.empty(1, 1, HEADS, HEAD_DIM, dtype=torch.bfloat16)
-    fused_kernel = build.load("fused_decode")
-    a, b, c = (torch.zeros(64) for _ in range(3))
-    packed_call: Callable[..., object] = kda_ops.packed_kda_decode
-    fused_call: Callable[..., object] = kda_ops.fused_kda_decode
-    fused_tail = (-5.0, 1e-5, None, None, 1, "vk", fused_output)
-    # One token a sequence: the window of fused_decode serves, and the table has one column.
-    before, behind = (*conv, *wide, t["A_log"], t["dt_bias"]), (t["state"], *norm)
-    spec: tuple[Any, ...] = (*before, t["indices"][:, None], *behind)
-    spec_kernel = build.load("packed_fused_decode")
-    spec_call: Callable[..., object] = kda_ops.packed_fused_kda_decode
-    counts = {"query_start_loc": t["starts"], "num_accepted_tokens": t["accepted"]}
-    spec_tail = (*counts.values(), -5.0, 1e-5, None, None, None, 1, "vk", fused_output)
+def _kernel(operator: Operator, values: dict[str, Any], device: str) -> Callable[..., object]:
+    """Return the compiled function behind the calls, which takes the contract's arguments."""
+    if device == "cpu":
+        return plan.cpu_kernel(operator.name)
+    given = [values[argument.name] for argument in operator.arguments]
+    return plan.cuda_kernel(operator, values, plan.launcher(operator.name).facts(*given))
+
+
+def _empty_function() -> Callable[..., object]:
+    """Return a function behind TVM-FFI that does nothing, whatever it is given."""
+    importlib.import_module("tvm_ffi.testing")  # registers it
+    function: Callable[..., object] = importlib.import_module("tvm_ffi").get_global_func(
+        "testing.nop"
+    )
+    return function
+
+
+def beyond_an_empty_call(device: str, rounds: int) -> dict[str, float]:
+    """Return the microseconds of each allocating public call less an empty TVM-FFI call."""
+    sample = harness.measure(calls(device), rounds)
     return {
-        "torch.add(out=)": lambda: torch.add(a, b, out=c),
-        "packed kernel": lambda: packed_kernel(*packed, None, -5.0, 0, "vk", packed_output),
-        "packed call": lambda: packed_call(*packed),
-        "packed call, output=": lambda: packed_call(*packed, packed_output),
-        "fused kernel": lambda: fused_kernel(*fused, *fused_tail),
-        "fused call": lambda: fused_call(*fused),
-        "fused call, output=": lambda: fused_call(*fused, output=fused_output),
-        "packed_fused kernel": lambda: spec_kernel(*spec, *spec_tail),
-        "packed_fused call": lambda: spec_call(*spec, **counts),
-        "packed_fused call, output=": lambda: spec_call(*spec, output=fused_output, **counts),
+        name: (sample.median(name) - sample.median(name.replace("call", "empty"))) * 1e6
+        for name in sample.seconds
+        if name.endswith(" call")
     }
 
 
 def main() -> None:
     """Measure, print, and write the report if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     facts = harness.print_machine()
-    sample = harness.measure(calls(), options.rounds)
+    if options.device == "cuda":
+        facts |= provenance.machine()
+        print(f"# device: {facts['device']}")
+    sample = harness.measure(calls(options.device), options.rounds)
     report: dict[str, dict[str, float]] = {}
-    print("call                       us  over its kernel")
+    print("call                            us  over its kernel  over an empty call")
     for name in sample.seconds:
-        microseconds = sample.median(name) * 1e6
-        report[name] = {"us": microseconds}
+        report[name] = {"us": sample.median(name) * 1e6}
         over = ""
         if " call" in name:
-            kernel = sample.median(f"{name.split()[0]} kernel") * 1e6
-            report[name]["over its kernel"] = microseconds - kernel
-            over = f"{microseconds - kernel:.1f}"
-        print(f"{name:22s} {microseconds:7.2f}  {over}")
+            for column, other in (("over its kernel", "kernel"), ("over an empty call", "empty")):
+                other_us = sample.median(f"{name.split()[0]} {other}") * 1e6
+                report[name][column] = report[name]["us"] - other_us
+                over += f"{report[name][column]:17.1f}"
+        print(f"{name:27s} {report[name]['us']:7.2f} {over}")
     harness.write_json(options.json, {"machine": facts, "calls": report})
 
 

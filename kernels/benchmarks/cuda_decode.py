@@ -1,150 +1,188 @@
-"""The GPU's part of bench_decode.py: kernel durations of packed_decode, share of an in-place mul_.
+"""The GPU's part of bench_decode.py: kernel durations, share of an in-place mul_, peers, goals.
 
-Run as ``python kernels/benchmarks/bench_decode.py --device cuda``. Not here: the CPU's part.
+Run as ``python kernels/benchmarks/bench_decode.py --device cuda``. Lives here: which cells are
+measured, the table, the report. Not here: how a call is timed (gpu_timing.py), the peers' figures
+(peers.py), what is to be reached (goals.py), the CPU's part (bench_decode.py).
 
-Durations are the GPU's own (torch's profiler), the median of the calls, each behind a rewrite of
-256 MB, so that caches are cold. Bytes are all that the step must move: states in and out,
-activations, output. The ceiling is ``mul_`` on 1 GB in the same run.
+Columns: microseconds of the kernel launched directly and from a CUDA graph; TB/s of all bytes that
+the step must move (states in and out, windows, activations, output); share of the ceiling, which is
+``mul_`` on 1 GB in the same run; how many times faster than each peer's figure, scaled by the
+ceilings of the two runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+import bench_host
+import cuda_warm
+import goals
+import gpu_timing
 import harness
-import kda_ops
-from kda_kernels._cute import compile as backend
-from kda_kernels.packed_decode.contract import CONTRACT
-from kda_kernels.testing.cases import traffic
+import live_peer
+import peers
+import provenance
+from decode_calls import Cell, moved_bytes, public_call, refuse_if_wrong, values_of
 
-FLUSH_BYTES = 256 << 20
-CEILING_BYTES = 1 << 30
-HEAD_DIM = 128
-STATE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+Line = dict[str, Any]
 
-
-def microseconds(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the median duration of the one kernel that each call launches, caches cold."""
-    flush = torch.empty(FLUSH_BYTES // 4, device="cuda")
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for call in calls:
-            for _ in range(repeats):
-                flush.zero_()
-                call()
-        torch.cuda.synchronize()
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda event: event.time_range.start)
-    cleaning = ("fill", "memset")
-    durations = [
-        event.time_range.elapsed_us()
-        for event in events
-        if not any(word in event.name.lower() for word in cleaning)
-    ]
-    if len(durations) != len(calls) * repeats:
-        raise RuntimeError(f"{len(durations)} kernels for {len(calls) * repeats} calls")
-    chunks = [durations[i * repeats : (i + 1) * repeats] for i in range(len(calls))]
-    return [statistics.median(chunk) for chunk in chunks]
+DEVICE = "cuda"
 
 
-def ceiling(repeats: int) -> float:
-    """Return the bytes a second of mul_ in place."""
-    x = torch.ones(CEILING_BYTES // 4, device="cuda")
-    (duration,) = microseconds([lambda: x.mul_(1.0001)], repeats)
-    return 2 * CEILING_BYTES / duration * 1e6
+def groups(options: argparse.Namespace) -> list[list[Cell]]:
+    """Return the cells to measure, in groups whose tensors are alive at the same time."""
+    found = []
+    axes = (options.operators, options.layouts, options.states)
+    for operator, layout, state in itertools.product(*axes):
+        windows = options.windows if operator == "fused_decode" else ("",)
+        for window in windows:
+            sizes = list(itertools.product(options.heads, options.rows))
+            if operator == "packed_decode" and layout == "vk" and options.more_rows:
+                sizes += [
+                    (heads, rows)
+                    for heads, rows in itertools.product(*peers.MORE_CELLS)
+                    if heads in options.heads
+                ]
+            cells = [Cell(operator, layout, state, h, r, window) for h, r in sorted(set(sizes))]
+            found.append(cells)
+    return found
 
 
-def inputs(state: str, layout: str, heads: int, rows: int) -> dict[str, Any]:
-    """Make the arguments of one call on the GPU; the slots are shuffled."""
-    width = heads * HEAD_DIM
+def measure(cells: Sequence[Cell], top: float, repeats: int) -> list[Line]:
+    """Check and time the cells of a group, and a live peer beside them.
 
-    def activation(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda").to(torch.bfloat16)
-
-    pool = torch.randn(rows, heads, HEAD_DIM, HEAD_DIM, device="cuda")
-    return {
-        "mixed_qkv": activation(rows, 3 * width),
-        "raw_gate": activation(rows, width),
-        "raw_beta": activation(rows, heads),
-        "A_log": torch.randn(heads, device="cuda") * 0.5,
-        "dt_bias": torch.randn(width, device="cuda"),
-        "state": pool.to(STATE_DTYPES[state]),
-        "state_indices": torch.randperm(rows, device="cuda").to(torch.int32),
-        "scale": None,
-        "lower_bound": -5.0,
-        "first_slot": 0,
-        "state_layout": layout,
-        "output_dtype": None,
-    }
-
-
-def public_call(values: dict[str, Any]) -> Callable[[], object]:
-    """Return one call of the public function into an output of its own."""
-    heads, rows = values["state"].shape[1], values["mixed_qkv"].shape[0]
-    output = torch.empty(rows, 1, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    arguments = {argument.name: values[argument.name] for argument in CONTRACT.tensors}
-    arguments |= {"output": output, "state_layout": values["state_layout"]}
-    return lambda: kda_ops.packed_kda_decode(**arguments)
+    Args:
+        cells: the group.
+        top: the ceiling in bytes a second.
+        repeats: calls behind each figure.
+    """
+    lines, calls = [], []
+    for cell in cells:
+        values = values_of(cell, DEVICE)
+        moved = moved_bytes(cell, values)
+        call, output = public_call(cell, values)
+        refuse_if_wrong(cell, values, call, output)
+        calls += [call, gpu_timing.captured(call)]
+        lines.append(asdict(cell) | {"bytes": moved, "live": None})
+        beside = live_peer.call(cell, values)
+        if beside is not None:
+            lines[-1]["live"] = len(calls)
+            calls.append(beside)
+    times = iter(gpu_timing.microseconds(calls, repeats))
+    for line in lines:
+        line["us"], line["graph_us"] = next(times), next(times)
+        line["live_us"] = next(times) if line.pop("live") is not None else None
+        finish(line, top)
+    return lines
 
 
-def host_microseconds(call: Callable[[], object], count: int = 2000) -> float:
-    """Return what a call costs on the host, while the GPU keeps up."""
-    for _ in range(50):
-        call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    spent = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return spent / count * 1e6
+def finish(line: Line, top: float) -> None:
+    """Add to a line what follows from its times and the ceiling in bytes a second."""
+    speed = line["bytes"] / line["us"] * 1e6
+    cell = (line["operator"], line["state"], line["heads"], line["rows"])
+    scaled = peers.figures(*cell, top)
+    line |= {"bytes_per_second": speed, "share": speed / top}
+    line["over"] = {name: figure / line["us"] for name, figure in scaled.items()}
+    line["over_live"] = line["live_us"] / line["us"] if line.get("live_us") else None
 
 
-def facts() -> dict[str, Any]:
-    """Return what the figures depend on."""
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "device": properties.name,
-        "processors": properties.multi_processor_count,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "CuTe DSL": backend.dsl_version(),
-    }
+HEADER = (
+    "operator      state layout window  H rows        us  graph us   TB/s  of mul_"
+    "  over peers (the first one's name is above), live"
+)
+
+
+def row(line: Line) -> str:
+    """Return a line of the table."""
+    ratios = [f"{ratio:.2f}" for ratio in line["over"].values()]
+    live = f"live {line['over_live']:.2f}" if line["over_live"] else ""
+    return (
+        f"{line['operator']:13s} {line['state']:5s} {line['layout']:6s} {line['window']:6s} "
+        f"{line['heads']:2d} {line['rows']:4d} {line['us']:9.1f} {line['graph_us']:9.1f} "
+        f"{line['bytes_per_second'] / 1e12:6.2f} {line['share']:7.3f}  {' '.join(ratios)} {live}"
+    )
+
+
+def means(lines: Sequence[Line]) -> dict[str, float]:
+    """Return geometric means of what is worth one number, by what they are of."""
+    found = {}
+    kinds = sorted({(x["operator"], x["state"], x["layout"], x["window"]) for x in lines})
+    for kind in kinds:
+        cells = [x for x in lines if (x["operator"], x["state"], x["layout"], x["window"]) == kind]
+        name = " ".join(part for part in kind if part)
+        found[f"{name}: share"] = harness.geometric_mean(x["share"] for x in cells)
+        for peer in peers.PEERS:
+            ratios = [x["over"][peer.name] for x in cells if peer.name in x["over"]]
+            if ratios:
+                found[f"{name}: over {peer.name}"] = harness.geometric_mean(ratios)
+        live = [x["over_live"] for x in cells if x["over_live"]]
+        if live:
+            found[f"{name}: over {live_peer.name()}"] = harness.geometric_mean(live)
+    for axis, one, other in (("window", "DS", "SD"), ("layout", "kv", "vk")):
+        pairs = goals.ratios(lines, axis, one, other)
+        if pairs:
+            found[f"{one} over {other}, time"] = harness.geometric_mean(r for r, _ in pairs)
+    graph = [x["graph_us"] / x["us"] for x in lines]
+    found["CUDA graph over direct launch, time"] = harness.geometric_mean(graph)
+    return found
+
+
+def judge(lines: Sequence[Line], host: dict[str, float]) -> list[goals.Verdict]:
+    """Print and return the means and the verdicts on every goal."""
+    print("\n# geometric means")
+    for name, value in means(lines).items():
+        print(f"# {name}: {value:.3f}")
+    found = goals.verdicts(lines)
+    found += [goals.host_verdict(name, us) for name, us in host.items()]
+    print("\n# goals")
+    for verdict in found:
+        print(f"# {verdict.sentence}")
+    return found
 
 
 def report(options: argparse.Namespace) -> None:
-    """Print the table, line by line as it is measured.
+    """Print the table, group by group as it is measured, then means and goals.
 
-    ``options`` are those of bench_decode.py: states, layouts, heads, rows, rounds, json.
+    ``options`` are those of bench_decode.py.
     """
-    found: dict[str, Any] = {"machine": facts(), "lines": []}
-    top = found["ceiling"] = ceiling(options.rounds)
-    for name, value in found["machine"].items():
+    todo = groups(options)
+    if options.warm is not None:
+        spent = cuda_warm.warm(cuda_warm.interleaved(todo), options.warm)
+        print(f"# compiled ahead in {spent:.0f} s")
+    facts = provenance.machine()
+    top = gpu_timing.ceiling(options.rounds)
+    for name, value in (facts | {"live peer": live_peer.name() or "none installed"}).items():
         print(f"# {name}: {value}")
-    print(f"# mul_ on 1 GB: {top / 1e12:.2f} TB/s\n")
-    print("state layout   H rows        us   TB/s  of mul_")
-    axes = (options.states, options.layouts, options.heads, options.rows)
-    for state, layout, heads, rows in itertools.product(*axes):
-        values = inputs(state, layout, heads, rows)
-        (duration,) = microseconds([public_call(values)], options.rounds)
-        speed = traffic(CONTRACT, values) / duration * 1e6
-        line = {"state": state, "layout": layout, "heads": heads, "rows": rows}
-        found["lines"].append(line | {"us": duration, "bytes_per_second": speed})
-        print(
-            f"{state:5s} {layout:6s} {heads:3d} {rows:4d} {duration:9.1f} {speed / 1e12:6.2f} "
-            f"{speed / top:7.3f}",
-            flush=True,
-        )
-    found["host_us"] = host_microseconds(public_call(inputs("f32", "vk", 12, 1)))
-    print(f"\n# a public call on the host: {found['host_us']:.1f} us")
+    print(f"# mul_ on 1 GB: {top / 1e12:.2f} TB/s; peers' figures were taken at ", end="")
+    print(f"{peers.CEILING / 1e12:.2f} TB/s on {peers.MACHINE}")
+    for peer in peers.PEERS:
+        print(f"# peer of {peer.operator}: {peer.name} {peer.version}")
+    print(f"\n{HEADER}")
+    lines: list[Line] = []
+    for cells in todo:
+        lines += measure(cells, top, options.rounds)
+        print(*map(row, lines[-len(cells) :]), sep="\n", flush=True)
+        torch.cuda.empty_cache()
+    again = gpu_timing.ceiling(options.rounds)
+    print(f"\n# mul_ on 1 GB at the end: {again / 1e12:.2f} TB/s")
+    host = bench_host.beyond_an_empty_call(DEVICE, options.rounds)
+    judged = judge(lines, host)
+    found = {
+        "machine": facts,
+        "ceiling": top,
+        "ceiling at the end": again,
+        "live peer": live_peer.name(),
+        "sources": provenance.source_hashes(options.operators),
+        "kernels": provenance.kernel_hashes(),
+        "means": means(lines),
+        "goals": [asdict(verdict) | {"met": verdict.met} for verdict in judged],
+        "host": host,
+        "lines": lines,
+    }
     harness.write_json(options.json, found)

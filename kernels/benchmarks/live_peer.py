@@ -1,0 +1,88 @@
+"""flash-linear-attention's decode step, timed beside ours in the same run where it is installed.
+
+Lives here: whether it is there, and its step on our inputs. Not here: figures of other runs
+(peers.py) and how it is timed (gpu_timing.py).
+
+``fused_recurrent_kda`` takes q, k and v after the convolution as tensors of their own, keeps states
+as [K, V] and writes the new states to memory that it allocates, so what it does is packed_decode in
+layout kv without a pool. Its time is that of all kernels that a call launches.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import provenance
+from decode_calls import HEAD_DIM, Cell, Values, public_call
+
+TOLERANCE = 0.02
+"""Largest difference of the outputs, relative to their norm: both are rounded to bf16."""
+
+
+def name() -> str | None:
+    """Return its name and version, None where it is not installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    found = provenance.version("flash-linear-attention") or provenance.version("fla-core")
+    return f"flash-linear-attention {found} fused_recurrent_kda"
+
+
+def call(cell: Cell, values: Values) -> Callable[[], Tensor] | None:
+    """Return one call of its step that computes what packed_decode does, else None with a word.
+
+    Args:
+        cell: of packed_decode in layout kv; None for others.
+        values: the arguments of our call; the first ``rows`` slots of the pool are its states.
+    """
+    if cell.operator != "packed_decode" or cell.layout != "kv" or name() is None:
+        return None
+    try:
+        step = _step(cell, values)
+        different = _difference(cell, values, step)
+    except Exception as error:  # another version's arguments, a missing dependency, its compiler
+        print(f"# {name()}: {type(error).__name__}: {error}")
+        return None
+    if not different <= TOLERANCE:
+        print(f"# {name()}: another result than ours (relative difference {different:.2g})")
+        return None
+    return step
+
+
+def _step(cell: Cell, values: Values) -> Callable[[], Tensor]:
+    """Return the call; tensors are laid out before, so that it copies none."""
+    function: Callable[..., Any] = importlib.import_module("fla.ops.kda").fused_recurrent_kda
+    heads = (cell.rows, 1, cell.heads, HEAD_DIM)
+    q, k, v = (part.reshape(heads).contiguous() for part in values["mixed_qkv"].chunk(3, -1))
+    arguments = {
+        "g": values["raw_gate"].reshape(heads),
+        "beta": values["raw_beta"].reshape(heads[:3]),
+        "A_log": values["A_log"],
+        "dt_bias": values["dt_bias"],
+        "initial_state": values["state"][: cell.rows],
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "lower_bound": values["lower_bound"],
+    }
+
+    def step() -> Tensor:
+        output: Tensor = function(q, k, v, **arguments)[0]
+        return output
+
+    return step
+
+
+def _difference(cell: Cell, values: Values, step: Callable[[], Tensor]) -> float:
+    """Return how far its output is from ours on the same states, relative to ours."""
+    theirs = step().float().flatten()
+    slots = torch.arange(cell.rows, dtype=torch.int32, device=theirs.device)
+    mine = values | {"state": values["state"].clone(), "state_indices": slots}
+    ours = public_call(cell, mine)[0]().float().flatten()
+    return float((theirs - ours).norm() / ours.norm())

@@ -1,0 +1,27 @@
+"""How kernels on a GPU's timeline are told apart, on timelines written by hand."""
+
+import pytest
+
+import gpu_timing
+from gpu_timing import Launch, NothingProfiled
+
+
+def test_kernels_belong_to_the_call_between_two_markers():
+    launches = [
+        Launch("fill", 0, 9),
+        Launch("a", 10, 1),
+        Launch("b", 12, 2),
+        Launch("fill", 20, 9),
+        Launch("fill", 40, 9),
+        Launch("c", 50, 3),
+        Launch("fill", 60, 9),
+    ]
+    found = gpu_timing.split(list(reversed(launches)), calls=3)
+    assert [[launch.name for launch in call] for call in found] == [["a", "b"], [], ["c"]]
+
+
+def test_a_timeline_with_lost_markers_is_refused():
+    with pytest.raises(NothingProfiled, match="1 markers around 2 calls"):
+        gpu_timing.split([Launch("fill", 0, 1), Launch("a", 2, 1)], calls=2)
+    with pytest.raises(NothingProfiled, match="0 markers"):
+        gpu_timing.split([], calls=1)
