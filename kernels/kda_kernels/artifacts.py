@@ -1,7 +1,8 @@
 """The cache of compiled kernels: found again by key, verified on load, safe for many processes.
 
-Lives here: where the cache directory is, how an entry is written, verified, locked and found.
-Not here: what a key is made of and how a kernel is compiled (_cpu/build.py, _cute/).
+Lives here: where the cache directory is, how an entry is written, verified and found; files that
+name their content, which bundles are made of too (_cute/bundle.py). Not here: locks (locks.py),
+what a key is made of and how a kernel is compiled (_cpu/build.py, _cute/).
 
 An entry is two files: ``<key>.json``, the manifest, and ``<sha256><suffix>``, the object that it
 names by content. Both are written to a temporary name, synchronised and renamed, the object first,
@@ -21,15 +22,13 @@ import stat
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # no flock on this system: every process builds for itself
-    fcntl = None  # type: ignore[assignment]
+from kda_kernels.locks import locked
 
 ENVIRONMENT_VARIABLE = "KDA_CACHE_DIR"
 LOCK_WAIT_SECONDS = 120.0
@@ -39,12 +38,17 @@ _STALE_SECONDS = 24 * 3600.0
 _TEMPORARY = ".tmp-"
 
 
+Facts = Mapping[str, Any]
+"""What the builder of an object says about it; kept in the manifest, as JSON."""
+
+
 @dataclass(frozen=True)
 class Artifact:
-    """A verified entry: the object's path, and whether this call built it."""
+    """A verified entry: the object's path, whether this call built it, what its builder said."""
 
     path: Path
     built: bool
+    facts: Facts = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,16 +150,32 @@ def _temporary_directory() -> Path:
 
 def find(key: str, directory: Path | None = None) -> Path | None:
     """Return the verified object of ``key``, or None when it is missing or damaged."""
+    found = look_up(key, directory)
+    return found.path if found is not None else None
+
+
+def look_up(key: str, directory: Path | None = None) -> Artifact | None:
+    """Return the verified entry of ``key``, or None when it is missing or damaged."""
     directory = directory or cache_directory()
     try:
         manifest = json.loads((directory / f"{key}.json").read_text(encoding="utf-8"))
         path = directory / Path(manifest["file"]).name
-        content = path.read_bytes()
-        if len(content) == manifest["size"] and _digest(content) == manifest["sha256"]:
-            return path
-    except (OSError, ValueError, KeyError, TypeError):
+        if not damage(path, manifest):
+            return Artifact(path, built=False, facts=manifest.get("facts", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
     return None
+
+
+def damage(path: Path, manifest: Facts) -> str:
+    """Return how a file differs from the size and sha256 of its manifest; empty if it does not."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        return error.strerror or str(error)
+    if len(content) != manifest["size"]:
+        return f"{len(content)} bytes, not {manifest['size']}"
+    return "" if _digest(content) == manifest["sha256"] else "another content (sha256)"
 
 
 def find_like(prefix: str) -> Path | None:
@@ -177,7 +197,7 @@ def find_like(prefix: str) -> Path | None:
 
 def get_or_build(
     key: str,
-    build: Callable[[Path], None],
+    build: Callable[[Path], Facts | None],
     *,
     suffix: str = ".so",
     wait_seconds: float | None = None,
@@ -186,8 +206,8 @@ def get_or_build(
 
     Args:
         key: names content and everything that the content depends on; letters, digits, - and _.
-        build: writes the object to the path that it is given. Its errors pass through, and then
-            nothing is left behind.
+        build: writes the object to the path that it is given and may return facts about it. Its
+            errors pass through, and then nothing is left behind.
         suffix: of the object's file name.
         wait_seconds: how long to wait for another process's build; LOCK_WAIT_SECONDS by default.
 
@@ -195,20 +215,20 @@ def get_or_build(
     written the object is built in a private temporary directory, with one warning.
     """
     directory = cache_directory()
-    found = find(key, directory)
+    found = look_up(key, directory)
     if found is not None:
-        return Artifact(found, built=False)
+        return found
     wait = LOCK_WAIT_SECONDS if wait_seconds is None else wait_seconds
     try:
         _probe(directory)
     except OSError as error:
         directory = _temporary(f"{directory} cannot be written: {error.strerror or error}")
-    with _locked(directory / f"{key}.lock", wait):
-        found = find(key, directory)
+    with locked(directory / f"{key}.lock", wait):
+        found = look_up(key, directory)
         if found is not None:
-            return Artifact(found, built=False)
+            return found
         _remove_stale(directory)
-        return Artifact(_build(directory, key, build, suffix), built=True)
+        return _build(directory, key, build, suffix)
 
 
 def _probe(directory: Path) -> None:
@@ -217,19 +237,32 @@ def _probe(directory: Path) -> None:
     Path(name).unlink()
 
 
-def _build(directory: Path, key: str, build: Callable[[Path], None], suffix: str) -> Path:
+def _build(
+    directory: Path, key: str, build: Callable[[Path], Facts | None], suffix: str
+) -> Artifact:
     with tempfile.TemporaryDirectory(dir=directory, prefix=_TEMPORARY) as room:
         fresh = Path(room, f"object{suffix}")
-        build(fresh)
-        content = fresh.read_bytes()
-        digest = _digest(content)
-        path = directory / f"{digest}{suffix}"
+        facts = build(fresh) or {}
+        manifest = describe(fresh, suffix)
+        path = directory / manifest["file"]
         _publish(fresh, path)
-        manifest = Path(room, "manifest")
-        facts = {"file": path.name, "size": len(content), "sha256": digest}
-        manifest.write_text(json.dumps(facts), encoding="utf-8")
-        _publish(manifest, directory / f"{key}.json")
-    return path
+    put(directory / f"{key}.json", json.dumps({**manifest, "facts": facts}).encode())
+    return Artifact(path, built=True, facts=facts)
+
+
+def describe(path: Path, suffix: str = ".so") -> dict[str, Any]:
+    """Return what a manifest says of a file: a name made of its content, size and sha256."""
+    content = path.read_bytes()
+    digest = _digest(content)
+    return {"file": f"{digest}{suffix}", "size": len(content), "sha256": digest}
+
+
+def put(path: Path, content: bytes) -> None:
+    """Write a file so that readers see all of it or what was there before."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_TEMPORARY) as room:
+        fresh = Path(room, path.name)
+        fresh.write_bytes(content)
+        _publish(fresh, path)
 
 
 def _publish(temporary: Path, final: Path) -> None:
@@ -241,44 +274,6 @@ def _publish(temporary: Path, final: Path) -> None:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(path: Path, wait_seconds: float) -> Iterator[None]:
-    """Hold the lock file, or go on without it after ``wait_seconds``.
-
-    The kernel drops the lock of a killed process; the bound is for one that is stopped, or whose
-    forked child still holds the descriptor. The file is never removed: removing a lock that
-    somebody is about to take gives two holders.
-    """
-    if fcntl is None:
-        yield
-        return
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-    except OSError:
-        yield
-        return
-    try:
-        deadline = time.monotonic() + wait_seconds
-        pause = 0.005
-        while not _try_lock(descriptor) and time.monotonic() < deadline:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.1)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Return True when waiting is over: the lock is ours, or this file system has none."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _remove_stale(directory: Path) -> None:
