@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _HINT = (
-    "a captured step may not read values on the host (.item(), .tolist(), nonzero), copy from "
-    "unpinned memory, or use graphs of its own (compile it without reduce-overhead)"
+    "a captured step may not read values on the host (.item(), .tolist(), nonzero) or capture "
+    "graphs of its own (compile it without reduce-overhead)"
 )
 
 
@@ -53,8 +53,7 @@ class DecodeGraphs:
     runs eagerly. Captured when first called, or by :meth:`capture`: warm-up and capture run on
     null rows only, so no live slot moves.
 
-    On CPU there are no CUDA graphs: the step runs eagerly on the same padded buffers, so that
-    programs behave alike.
+    On CPU, without CUDA graphs, the step runs eagerly on the same padded buffers.
 
     The step is a function ``step(slots, *inputs)`` of tensors that all have one row for each
     sequence in dimension 0; it returns tensors with a row each, alone or nested in tuples, lists
@@ -62,11 +61,11 @@ class DecodeGraphs:
     ``torch.no_grad()``. Rows must be independent of each other, and a row whose slot is
     ``null_index`` must leave every pool alone, as the operators' rows do.
 
-    Calls may come from any stream and thread: each waits for the one before it.
+    Calls may come from any stream and thread; each waits for the one before it.
 
     Args:
         step: the decode step.
-        batch_sizes: rows of the graphs, in any order.
+        batch_sizes: rows of the graphs.
         null_index: slot of padding rows: −1 is null for every operator; a step in plain PyTorch,
             where −1 is the last slot, pads with a slot that belongs to nobody (0 in a StateCache).
         warmups: eager runs of each batch size before it is captured, in which kernels are built,
@@ -200,12 +199,11 @@ class DecodeGraphs:
             if value.dim() < 1:
                 raise ValueError(f"DecodeGraphs: {_name(number)} must have rows, got a scalar")
         device = self._device or arguments[min(1, len(arguments) - 1)].device
-        buffers = []
-        for number, value in enumerate(arguments):
-            shape = (self.batch_sizes[-1], *value.shape[1:])
-            fill = 0 if number else self._null
-            buffers.append(torch.full(shape, fill, dtype=value.dtype, device=device))
-        return tuple(buffers)
+        shapes = [(self.batch_sizes[-1], *value.shape[1:]) for value in arguments]
+        return tuple(
+            torch.full(shape, 0 if number else self._null, dtype=value.dtype, device=device)
+            for number, (shape, value) in enumerate(zip(shapes, arguments, strict=True))
+        )
 
     def _checked(self, arguments: tuple[Tensor, ...]) -> int:
         """Return the number of rows of a call that fits the buffers."""
@@ -242,13 +240,14 @@ class DecodeGraphs:
             if not isinstance(leaf, Tensor):
                 raise TypeError(f"DecodeGraphs: the step must return tensors, got {leaf!r}")
             if leaf.dim() < 1 or len(leaf) != size:
-                rule = f"{size} rows in dimension 0, got {list(leaf.shape)}"
-                raise ValueError(f"DecodeGraphs: what the step returns must have {rule}")
+                fact = f"{size} rows in dimension 0, got {list(leaf.shape)}"
+                raise ValueError(f"DecodeGraphs: what the step returns must have {fact}")
         return outputs
 
     def _capture_all(self) -> None:
         """Capture every batch size, the largest first: smaller ones then reuse its memory."""
         with torch.cuda.device(self.device):
+            _refuse_inside_a_capture()
             current, side = torch.cuda.current_stream(), torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
             self._done = torch.cuda.Event()
@@ -268,7 +267,8 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=self._pool, stream=torch.cuda.current_stream()):
                 outputs = self._run(size)
         except Exception as error:
-            message = f"DecodeGraphs: the step cannot be captured for {size} rows: {error}"
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            message = f"DecodeGraphs: the step cannot be captured for {size} rows: {reason}"
             raise RuntimeError(f"{message} ({_HINT})") from error
         return graph, outputs
 
@@ -279,14 +279,19 @@ class DecodeGraphs:
             yield
             return
         with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("DecodeGraphs: cannot be called while a graph is captured")
+            _refuse_inside_a_capture()
             stream = torch.cuda.current_stream()
             stream.wait_event(self._done)
             try:
                 yield
             finally:
                 self._done.record(stream)
+
+
+def _refuse_inside_a_capture() -> None:
+    """Raise where somebody captures a graph on the current stream: graphs do not nest."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("DecodeGraphs: cannot be called while a graph is captured")
 
 
 def _name(number: int) -> str:

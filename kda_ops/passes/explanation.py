@@ -19,7 +19,7 @@ from torch._inductor.graph import GraphLowering
 from torch.fx import Graph
 
 from kda_ops.passes.backend import kda
-from kda_ops.passes.manager import Finding, observing
+from kda_ops.passes.manager import Finding, is_static, observing
 
 _ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]+)\)")
 
@@ -33,7 +33,8 @@ class Report:
         graphs: how many graphs Dynamo made of the model.
         cloned_pools: shapes of pools that the generated code allocates again, or None where no code
             was seen.
-        cuda_graph_skips: pools, by node, that keep CUDA graphs from capturing.
+        cuda_graph_skips: inputs, by node and shape, that keep CUDA graphs from capturing: they are
+            updated in place, by a step or by anything else, and are not at a fixed address.
         code: the generated code, one text a graph.
     """
 
@@ -62,25 +63,32 @@ class Report:
         for number, finding in enumerate(self.findings, 1):
             lines += ["", *described(number, finding)]
         if self.findings:
-            lines += ["", *self._memory()]
+            lines += ["", self._pools()]
+        if self.findings or self.cuda_graph_skips:
+            lines += self._graphs()
         return "\n".join(lines)
 
-    def _memory(self) -> list[str]:
+    def _pools(self) -> str:
         """Say what happens to the pools outside of the steps."""
         if self.cloned_pools is None:
-            lines = ["pools: no generated code to look at"]
-        elif self.cloned_pools:
+            return "pools: no generated code to look at"
+        if self.cloned_pools:
             shapes = ", ".join(str(list(shape)) for shape in self.cloned_pools)
-            lines = [f"pools: Inductor allocates {shapes} again, a copy of a whole pool"]
-        else:
-            lines = ["pools: updated in place, none is copied"]
-        if self.cuda_graph_skips:
-            names = ", ".join(self.cuda_graph_skips)
-            lines.append(f"CUDA graphs: skipped, because {names} is mutated and not at a fixed")
-            lines.append("  address: register it as a buffer, or torch._dynamo.mark_static_address")
-        else:
-            lines.append("CUDA graphs: no pool stands in their way")
-        return lines
+            return f"pools: Inductor allocates {shapes} again, a copy of a whole pool"
+        return "pools: updated in place, none is copied"
+
+    def _graphs(self) -> list[str]:
+        """Say whether CUDA graphs would capture the model."""
+        if not self.cuda_graph_skips:
+            return ["CUDA graphs: no pool stands in their way"]
+        lines = ["CUDA graphs: skipped (mutated inputs). Updated in place, not at a fixed address:"]
+        lines += [f"  {name}" for name in self.cuda_graph_skips]
+        advice = "make it a buffer of the module, take the pools of a kda_ops.StateCache, or call"
+        return [
+            *lines,
+            f"  {advice}",
+            "  kda_ops.mark_state_static on the very tensor that you pass",
+        ]
 
 
 def described(number: int, finding: Finding) -> list[str]:
@@ -122,8 +130,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
 
     def observe(graph: Graph, findings: list[Finding]) -> None:
         report.findings += findings
-        names = [f.pool for f in findings if f.reason is None and f.static_pool is False]
-        report.cuda_graph_skips += names
+        report.cuda_graph_skips += movable(graph)
 
     def compile_on_copies(graph: torch.fx.GraphModule, example: Sequence[Any]) -> Any:
         report.graphs += 1
@@ -147,6 +154,17 @@ def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
         torch.compile(model, backend=compile_on_copies)(*inputs, **keywords)
     report.cloned_pools = clones(report)
     return report
+
+
+def movable(graph: Graph) -> list[str]:
+    """Return the inputs that a graph updates in place and whose address may change."""
+    copies = [node for node in graph.nodes if node.target is torch.ops.aten.copy_.default]
+    updated = [node.args[0] for node in copies if node.args[0].op == "placeholder"]
+    return [
+        f"{node.name} {list(node.meta['val'].shape)}"
+        for node in updated
+        if is_static(graph, node) is False
+    ]
 
 
 def copied(argument: Any) -> Any:

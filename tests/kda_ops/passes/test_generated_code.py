@@ -95,7 +95,7 @@ def test_a_pool_given_as_an_argument_is_updated_in_place(step):
     assert [f.operator for f in report.findings] == ["kda::packed_decode"]
     assert report.cloned_pools == []
     assert len(report.cuda_graph_skips) == 1
-    assert "mark_static_address" in str(report)
+    assert "mark_state_static" in str(report)
     del expected, updated
 
 
