@@ -1,8 +1,8 @@
 """Decoding with a stack of delta-attention layers: eager, compiled, with the pass, captured.
 
 Run from a checkout with the package installed: ``python kernels/benchmarks/bench_model.py`` on a
-GPU, ``--tiny --device cpu`` anywhere. Not here: the model (stack.py), how a timeline is read
-(model_timeline.py).
+GPU, ``--tiny --device cpu`` anywhere. Not here: the model (stack.py), how a way is compiled
+and captured (model_ways.py), how a timeline is read (model_timeline.py).
 
 Ways: eager PyTorch; torch.compile alone; torch.compile with the kda_ops pass, the same under
 mode="reduce-overhead"; layers written around the operator. "captured" is the way before it,
@@ -18,47 +18,30 @@ of the KDA part in a layer; how long nothing runs between a step's kernels.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import itertools
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import gpu_timing
 import harness
-import kda_ops
 import model_goals
 import model_timeline
 import provenance
 from decode_calls import STATE_DTYPES
 from model_timeline import COLUMNS
+from model_ways import CAPTURED, EAGER, WAYS, Step, step_of, steps
 from stack import PROJECTIONS, Layer, Sizes, Stack
 
-Step = Callable[[], Tensor]
-RunLayer = Callable[[Layer, Tensor, Tensor], Tensor]
-
-EAGER, INDUCTOR, PASS, REDUCED = "eager", "Inductor", "pass", "pass, reduce-overhead"
-OPERATOR, CAPTURED = "operator", ", captured"
-WAYS = (
-    EAGER,
-    INDUCTOR,
-    INDUCTOR + CAPTURED,
-    PASS,
-    REDUCED,
-    PASS + CAPTURED,
-    OPERATOR,
-    OPERATOR + CAPTURED,
-)
 TOLERANCE = 0.05
 """How far two ways' last hidden states may be apart, relative to their norm: every layer rounds to
 bf16 a few times, and compiled code leaves some of those roundings out."""
@@ -73,68 +56,6 @@ class Line:
     us: float
     host_us: float
     parts: model_timeline.Parts | None
-
-
-def layer_of(way: str) -> RunLayer:
-    """Return how a way runs one layer."""
-    run: RunLayer = Layer.with_operator if way == OPERATOR else Layer.forward
-    if way in (EAGER, OPERATOR):
-        return run
-    mode = "reduce-overhead" if way == REDUCED else None
-
-    def plain_layer(layer: Layer, x: Tensor, slots: Tensor) -> Tensor:
-        return run(layer, x, slots)
-
-    return torch.compile(plain_layer, dynamic=False, fullgraph=True, mode=mode)
-
-
-def switched(way: str) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which a way is compiled: with the pass, or without."""
-    return kda_ops.enabled() if way in (PASS, REDUCED) else contextlib.nullcontext()
-
-
-def step_of(stack: Stack, run: RunLayer) -> Step:
-    """Return a step of the whole stack."""
-
-    def step() -> Tensor:
-        # Outputs of a graph tree's earlier step are not read any more.
-        torch.compiler.cudagraph_mark_step_begin()
-        x = stack.x
-        for layer in stack.layers:
-            x = run(cast(Layer, layer), x, stack.slots)
-        return x
-
-    return step
-
-
-def steps(stack: Stack, ways: tuple[str, ...]) -> Iterator[tuple[str, Step]]:
-    """Yield each way with its step, compiled and captured; what cannot be done is said."""
-    for base in dict.fromkeys(way.removesuffix(CAPTURED) for way in ways):
-        torch._dynamo.reset()
-        step = step_of(stack, layer_of(base))
-        try:
-            with switched(base):
-                for _ in range(4):  # compile; a graph tree: warm up, record, replay
-                    step()
-            if base in ways:
-                yield base, step
-            if base + CAPTURED in ways and stack.x.is_cuda:
-                yield base + CAPTURED, capture(step)
-        except Exception as error:  # one way that fails must not cost the others' figures
-            print(f"# {base}: {type(error).__name__}: {str(error)[:500]}", file=sys.stderr)
-
-
-def capture(step: Step) -> Step:
-    """Capture a step, made before, in a CUDA graph; return the replay."""
-    graph, outputs = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        outputs.append(step())
-
-    def replay() -> Tensor:
-        graph.replay()
-        return outputs[0]
-
-    return replay
 
 
 def synchronize(stack: Stack) -> None:
@@ -171,11 +92,18 @@ def measure(stack: Stack, way: str, step: Step, count: int) -> Line:
         step()
         host.append((time.perf_counter() - started) * 1e6)
         synchronize(stack)
-    parts = None
-    if stack.x.is_cuda:
-        (runs,) = gpu_timing.timelines([step], 5)
-        parts = model_timeline.median([model_timeline.read(run, len(stack.layers)) for run in runs])
+    parts = parts_of(stack, way, step) if stack.x.is_cuda else None
     return Line(way, len(stack.x) / us * 1e6, us, sorted(host)[count // 2], parts)
+
+
+def parts_of(stack: Stack, way: str, step: Step) -> model_timeline.Parts | None:
+    """Return a step's kernels by parts; None, with a word, where they cannot be told apart."""
+    try:
+        (runs,) = gpu_timing.timelines([step], 5)
+        return model_timeline.median([model_timeline.read(x, len(stack.layers)) for x in runs])
+    except (gpu_timing.NothingProfiled, ValueError) as reason:
+        print(f"# {way}: {reason}", file=sys.stderr)
+        return None
 
 
 def table(sizes: Sizes, ways: tuple[str, ...], count: int) -> list[Line]:

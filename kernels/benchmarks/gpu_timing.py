@@ -72,6 +72,7 @@ def timelines(calls: Sequence[Call], repeats: int) -> list[list[list[Launch]]]:
         NothingProfiled: the profiler did not report them.
     """
     mark = functools.partial(_flush_buffer().fill_, 1)
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         mark()
         for call in calls:
@@ -135,10 +136,16 @@ def _by_events(call: Call, repeats: int) -> list[float]:
 
 
 def captured(call: Call) -> Call:
-    """Record a call, made before, in a CUDA graph and return the replay."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    """Record a call, made before, in a CUDA graph and return the replay.
+
+    Without ``torch.cuda.graph``, which collects garbage at each of hundreds of captures.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
         call()
+        graph.capture_end()
     return graph.replay
 
 

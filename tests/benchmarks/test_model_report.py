@@ -11,6 +11,7 @@ import bench_model
 import kda_ops
 import model_goals
 import model_timeline
+import model_ways
 from gpu_timing import Launch
 from model_timeline import Parts
 from stack import Layer, Sizes, Stack
@@ -29,7 +30,7 @@ def stack():
 
 def test_the_tiny_stack_is_measured_and_reported(monkeypatch, tmp_path, capsys):
     command = ["bench_model.py", "--tiny", "--device", "cpu", "--states", "f32", "--json"]
-    ways = ["--ways", bench_model.EAGER, bench_model.OPERATOR]  # the others compile: see below
+    ways = ["--ways", model_ways.EAGER, model_ways.OPERATOR]  # the others compile: see below
     monkeypatch.setattr(sys, "argv", [*command, str(tmp_path / "model.json"), *ways])
     bench_model.main()
     report = json.loads((tmp_path / "model.json").read_text("utf-8"))
@@ -43,14 +44,14 @@ def test_a_way_with_another_result_is_not_timed(monkeypatch, capsys):
     def wrong(layer, x, slots):
         return Layer.forward(layer, x, slots) * 1.2
 
-    monkeypatch.setattr(bench_model, "layer_of", lambda way: wrong)
+    monkeypatch.setattr(model_ways, "layer_of", lambda way: wrong)
     sizes = Sizes(1, 1, 2, hidden=256, rank=16, device="cpu")
-    assert bench_model.table(sizes, (bench_model.EAGER,), 1) == []
+    assert bench_model.table(sizes, (model_ways.EAGER,), 1) == []
     assert "not timed" in capsys.readouterr().err
 
 
 def test_a_step_moves_the_pools_from_the_same_start_after_a_reset(stack):
-    step = bench_model.step_of(stack, Layer.with_operator)
+    step = model_ways.step_of(stack, Layer.with_operator)
     stack.reset()
     first = step(), stack.layers[1].state.clone()
     step()
@@ -62,9 +63,9 @@ def test_a_step_moves_the_pools_from_the_same_start_after_a_reset(stack):
 def test_one_compiled_layer_serves_all_and_the_pass_puts_an_operator_into_it(stack):
     stack.reset()
     torch._dynamo.reset()
-    run = bench_model.layer_of(bench_model.PASS)
+    run = model_ways.layer_of(model_ways.PASS)
     with kda_ops.enabled(), torch._dynamo.config.patch(error_on_recompile=True):
-        _, (code,) = run_and_get_code(bench_model.step_of(stack, run))
+        _, (code,) = run_and_get_code(model_ways.step_of(stack, run))
     assert code.count("torch.ops.kda.") >= 1
 
 
