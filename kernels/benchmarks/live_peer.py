@@ -4,8 +4,9 @@ Lives here: whether it is there, and its step on our inputs. Not here: figures o
 (peers.py) and how it is timed (gpu_timing.py).
 
 ``fused_recurrent_kda`` takes q, k and v after the convolution as tensors of their own, keeps states
-as [K, V] and writes the new states to memory that it allocates, so what it does is packed_decode in
-layout kv without a pool. Its time is that of all kernels that a call launches.
+as [K, V] and writes the new states, float32 whatever the old ones are, to memory that it allocates.
+So what it does is packed_decode in layout kv without a pool. Its time is that of all kernels that a
+call launches.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,15 @@ def source_hashes(operators: Iterable[str]) -> dict[str, str]:
 
 
 def kernel_hashes() -> dict[str, str]:
-    """Return the SHA-256 of every compiled kernel that this process has loaded, by cache key."""
-    mapped = {path.name for path in _mapped()}
-    found = {}
+    """Return the SHA-256 of every compiled kernel that this process has loaded.
+
+    By its key in the cache, or by its file where it came from a bundle: both name it by content.
+    """
+    hashes = {path.stem for path in _mapped() if re.fullmatch("[0-9a-f]{64}", path.stem)}
+    keys = {}
     for manifest in sorted(artifacts.cache_directory().glob("*.json")):
-        facts = json.loads(manifest.read_text(encoding="utf-8"))
-        if facts.get("file") in mapped:
-            found[manifest.stem] = facts["sha256"]
-    return found
+        keys[json.loads(manifest.read_text(encoding="utf-8")).get("sha256")] = manifest.stem
+    return {keys.get(found, found): found for found in sorted(hashes)}
 
 
 def _mapped() -> set[Path]:
