@@ -94,13 +94,13 @@ def finish(line: Line, top: float) -> None:
 
 HEADER = (
     "operator      state layout window  H rows        us  graph us   TB/s  of mul_"
-    "  over peers (the first one's name is above), live"
+    "  times faster than the peers, in the order above"
 )
 
 
 def row(line: Line) -> str:
     """Return a line of the table."""
-    ratios = [f"{ratio:.2f}" for ratio in line["over"].values()]
+    ratios = [f"{name.split()[0]} {ratio:.2f}" for name, ratio in line["over"].items()]
     live = f"live {line['over_live']:.2f}" if line["over_live"] else ""
     return (
         f"{line['operator']:13s} {line['state']:5s} {line['layout']:6s} {line['window']:6s} "
