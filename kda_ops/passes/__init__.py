@@ -9,13 +9,15 @@ certificate, rewrite, manager.
 from __future__ import annotations
 
 from kda_ops.passes.explanation import Report, explain
-from kda_ops.passes.manager import Finding, KdaPass, Options, observing, rewrite_graph
+from kda_ops.passes.findings import Finding, Left
+from kda_ops.passes.manager import KdaPass, Options, observing, rewrite_graph
 from kda_ops.passes.reasons import Reason
 from kda_ops.passes.switch import disable, enable, enabled, inductor_options
 
 __all__ = [
     "Finding",
     "KdaPass",
+    "Left",
     "Options",
     "Reason",
     "Report",

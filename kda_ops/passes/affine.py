@@ -47,6 +47,11 @@ class Affine:
             self.constant, tuple(sorted((new if a == old else a, c) for a, c in self.terms))
         )
 
+    def at(self, name: str, value: int) -> Affine:
+        """Return the expression at one value of an axis."""
+        rest = tuple((a, c) for a, c in self.terms if a != name)
+        return Affine(self.constant + self.coefficient(name) * value, rest)
+
     def bounds(self, sizes: Mapping[str, int]) -> tuple[int, int]:
         """Return the least and the greatest value over all axes."""
         spans = [(c * (sizes[a] - 1)) for a, c in self.terms]
@@ -107,6 +112,11 @@ def split(position: Affine, shape: tuple[int, ...], sizes: Mapping[str, int]) ->
 def rename(index: Index, old: str, new: str) -> Index:
     """Return an index with one axis called differently."""
     return tuple(entry.renamed(old, new) for entry in index)
+
+
+def substitute(index: Index, name: str, value: int) -> Index:
+    """Return an index at one value of an axis."""
+    return tuple(entry.at(name, value) for entry in index)
 
 
 def axes_of(index: Index) -> frozenset[str]:

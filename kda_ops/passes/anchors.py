@@ -7,19 +7,35 @@ and the rules about who else may touch the pool. Not here: what happens in betwe
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from kda_ops.passes.affine import Index
+from kda_ops.passes.nodes import (
+    CASTS,
+    SPLITS,
+    is_exact_cast,
+    is_input,
+    is_projection,
+    is_view,
+    operands,
+)
+from kda_ops.passes.pools import (
+    SCATTERS,
+    STORAGE_VIEWS,
+    Place,
+    place_of,
+    pool_root,
+    viewed_storage,
+    write_back,
+)
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import CASTS, is_exact_cast, is_view, operands
 
 aten = torch.ops.aten
-functionalized = torch.ops.higher_order.auto_functionalized_v2
-
 VIEWS_OF_POOL = frozenset(
     {
         aten.select.int,
@@ -46,6 +62,8 @@ class Anchor:
     ``pool`` is the state before the step, ``write`` the functional index_put (or, for a dense
     state, the copy_ of the epilogue), ``value`` what is written, ``index`` the slots' node or None,
     ``reads`` the nodes that hold the rows' state before the step, ``back`` the epilogue's copy_.
+    ``place`` says what the pool is a view of; ``order`` is the order of its dimensions that the
+    operator knows.
     """
 
     pool: Node
@@ -54,7 +72,28 @@ class Anchor:
     index: Node | None
     reads: list[Node]
     back: Node
+    place: Place
     casts: list[Node] = field(default_factory=list)
+    order: tuple[int, ...] = (0, 1, 2, 3)
+
+    @property
+    def result(self) -> Node:
+        """The node that holds the updated version of the input."""
+        return self.place.result
+
+    @property
+    def touching(self) -> set[Node]:
+        """The nodes around the pool that belong to the step."""
+        twins, path = self.place.twins, self.place.path
+        return {*twins, *path, *self.reads, *self.casts, self.back}
+
+    def from_memory(self, index: Index) -> Index:
+        """Return the pool's index of an element from its index as the operator knows it."""
+        return tuple(index[self.order.index(dim)] for dim in range(len(index)))
+
+    def to_memory(self, index: Index) -> Index:
+        """Return the index of an element as the operator knows it from the pool's."""
+        return tuple(index[dim] for dim in self.order)
 
 
 def candidates(graph: Graph) -> Iterator[Node]:
@@ -67,7 +106,7 @@ def candidates(graph: Graph) -> Iterator[Node]:
             continue
         if not state_like(value, least=2) or not state_like(pool):
             continue
-        if node.target is aten.copy_.default and value.target in VIEWS_OF_POOL:
+        if node.target is aten.copy_.default and value.target in VIEWS_OF_POOL | SCATTERS:
             continue
         flow = flows(sources_of(pool))
         if value in flow and contracts(value, flow):
@@ -97,12 +136,13 @@ def sources_of(pool: Node) -> list[Node]:
 
 
 def flows(starts: list[Node]) -> set[Node]:
-    """Return every node that a value flows into, epilogues excepted."""
+    """Return every node that a value flows into, up to projections; epilogues excepted."""
     reached: set[Node] = set()
     pending = list(starts)
     while pending:
         for user in pending.pop().users:
-            if user not in reached and user.target is not aten.copy_.default:
+            ends = user.target is aten.copy_.default or is_projection(user)
+            if user not in reached and not ends:
                 reached.add(user)
                 pending.append(user)
     return reached
@@ -123,30 +163,43 @@ def contracts(value: Node, flow: set[Node]) -> bool:
     return False
 
 
-def anchor(write: Node, same: dict[Node, Node]) -> Anchor:
-    """Describe the state around a write, or say why the pool may not be worked on in place."""
+def anchor(write: Node, same: dict[Node, Node], check: Callable[[Node], None]) -> Anchor:
+    """Describe the state around a write, or say why the pool may not be worked on in place.
+
+    ``check`` refuses pools of another form than the operator's.
+    """
     pool, value = operands(write)[0], written(write)
-    check_form(write, pool)
-    dense = write.target is aten.copy_.default
-    casts: list[Node] = []
-    back = write if dense else write_back(write)
-    if dense:
-        index, reads = None, [pool]
+    pool = same.get(pool, pool)
+    root = check_origin(write, pool)
+    check(pool)
+    if write.target is aten.copy_.default:
+        place = Place(pool, (), frozenset(), (write,))
+        found = Anchor(pool, write, value, None, [pool], write, place)
     else:
+        place = place_of(pool, write, same)
         index = slot_index(write)
-        reads, casts = gathers(pool, index, write, same)
-        index = plain_index(index, same)
-    found = Anchor(pool, write, value, index, reads, back, casts)
+        reads, casts = gathers([pool, *place.twins], index, write, same)
+        back = write_back(root, place.result)
+        found = Anchor(pool, write, value, plain_index(index, same), reads, back, place, casts)
     check_users(found)
     return found
 
 
-def check_form(write: Node, pool: Node) -> None:
-    """Refuse states that are not inputs of the graph or have another form than the operator's."""
+def check_origin(write: Node, pool: Node) -> Node:
+    """Return the input behind a state; refuse states that are none, or are added to."""
     root = pool_root(pool)
-    if root.op not in {"placeholder", "get_attr"}:
+    if not is_input(root):
         reason = Reason.STATE_IS_VIEW if root.target in VIEWS_OF_POOL else Reason.STATE_NOT_INPUT
         raise RefusalError(reason, root)
+    if viewed_storage(pool) is not None and root.meta["val"].storage_offset() != 0:
+        raise RefusalError(Reason.STATE_IS_VIEW, pool, "a view of an input that is one itself")
+    if write.target is aten.index_put.default and len(operands(write)) > 3 and operands(write)[3]:
+        raise RefusalError(Reason.ACCUMULATES, write)
+    return root
+
+
+def check_state(pool: Node) -> None:
+    """Refuse states of another form than [slots, heads, 128, 128] in float32 or bfloat16."""
     value = pool.meta["val"]
     if value.dim() != 4:
         raise RefusalError(Reason.STATE_SHAPE, pool, f"it has {value.dim()} dimensions")
@@ -156,38 +209,6 @@ def check_form(write: Node, pool: Node) -> None:
         raise RefusalError(Reason.HEAD_WIDTH, pool, f"shape {tuple(value.shape)}")
     if value.dtype not in {torch.float32, torch.bfloat16}:
         raise RefusalError(Reason.STATE_DTYPE, pool, str(value.dtype))
-    if write.target is aten.index_put.default and len(operands(write)) > 3 and operands(write)[3]:
-        raise RefusalError(Reason.ACCUMULATES, write)
-
-
-def pool_root(pool: Node) -> Node:
-    """Return the input behind a pool that our own operators have already been put on."""
-    while pool.target is operator.getitem and operands(pool)[0].target is functionalized:
-        pool = operands(pool)[0].kwargs["_all_bases"][0]
-    return pool
-
-
-def before(node: Node) -> Node | None:
-    """Return the pool that a written pool was made from."""
-    if node.target is aten.index_put.default:
-        return operands(node)[0]
-    if node.target is operator.getitem and operands(node)[0].target is functionalized:
-        return operands(node)[0].kwargs["_all_bases"][0]
-    return None
-
-
-def write_back(write: Node) -> Node:
-    """Return the epilogue's copy_ that stores a written pool, possibly after later writes."""
-    root = pool_root(operands(write)[0])
-    for user in root.users:
-        if user.target is not aten.copy_.default or operands(user)[0] is not root:
-            continue
-        stored: Node | None = operands(user)[1]
-        while stored is not None and stored is not write:
-            stored = before(stored)
-        if stored is write:
-            return user
-    raise RefusalError(Reason.STATE_NOT_WRITTEN_BACK, write)
 
 
 def slot_index(write: Node) -> Node:
@@ -210,15 +231,15 @@ def plain_index(index: Any, same: dict[Node, Node]) -> Any:
 
 
 def gathers(
-    pool: Node, index: Node, write: Node, same: dict[Node, Node]
+    pools: list[Node], index: Node, write: Node, same: dict[Node, Node]
 ) -> tuple[list[Node], list[Node]]:
     """Return the gathers of a pool, and the casts of the whole pool that some of them read."""
-    casts = [u for u in pool.users if u.target in CASTS and is_exact_cast(u)]
-    reads = [u for s in (pool, *casts) for u in s.users if u.target is aten.index.Tensor]
+    casts = [u for pool in pools for u in pool.users if u.target in CASTS and is_exact_cast(u)]
+    reads = [u for s in (*pools, *casts) for u in s.users if u.target is aten.index.Tensor]
     matching = []
     for read in reads:
         indices = operands(read)[1]
-        if len(indices) != 1 or operands(read)[0] not in (pool, *casts):
+        if len(indices) != 1:
             raise RefusalError(Reason.INDEX_FORM, read)
         if plain_index(indices[0], same) is plain_index(index, same):
             matching.append(read)
@@ -229,25 +250,36 @@ def gathers(
 
 def check_users(found: Anchor) -> None:
     """Refuse a pool that anything but the step and its write-back touches."""
-    for source in (found.pool, *found.casts):
-        own = {*found.reads, *found.casts, found.write, found.back}
+    own, place = found.touching, found.place
+    for source in {found.pool, place.base, *place.twins, *found.casts}:
         for user in source.users:
             if user not in own and not (source is found.pool and is_operand(user, found)):
                 raise outsider(user)
+    for node in place.path[:-1]:
+        if len(node.users) > 1:
+            raise outsider(next(user for user in node.users if user not in own))
     if found.write is found.back:
         return
-    users = list(found.write.users)
-    continued = any(u.target is aten.index_put.default and u.args[0] is found.write for u in users)
+    users = list(found.result.users)
+    continued = any(goes_on(user, found) for user in users)
     for user in users:
-        later = user.target is aten.index_put.default and operands(user)[0] is found.write
-        later = later or (continued and user.target is aten.index.Tensor)
+        later = goes_on(user, found) or (continued and user.target is aten.index.Tensor)
         if user is not found.back and not later:
             raise outsider(user)
 
 
+def goes_on(user: Node, found: Anchor) -> bool:
+    """Whether a user of the updated pool is a later step's: its write, or a view it works on."""
+    if user.target is aten.index_put.default or user.target in SCATTERS:
+        return operands(user)[0] is found.result
+    views = STORAGE_VIEWS | SPLITS
+    return bool(found.place.views) and user.target in views
+
+
 def is_operand(user: Node, found: Anchor) -> bool:
-    """Whether a user of a dense state computes the step with it (checked again by the matcher)."""
-    return found.index is None and user.target not in COPIES
+    """Whether a user of a dense state may compute the step with it (step.py checks the rest)."""
+    overwrites = user.target is aten.copy.default and operands(user)[1] is not found.pool
+    return found.index is None and (overwrites or user.target not in COPIES)
 
 
 def outsider(user: Node) -> RefusalError:

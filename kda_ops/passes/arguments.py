@@ -16,7 +16,7 @@ from torch.fx import Node
 from kda_ops.passes.affine import flatten
 from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import ROW, Term, Window
+from kda_ops.passes.terms import ROW, Scope, Term
 
 aten = torch.ops.aten
 D = 128
@@ -59,15 +59,17 @@ class Access:
         return mine == (other.node, other.batch, other.width, other.head_stride, other.stride)
 
 
-def access(window: Window, term: Term, along: str | None, rows: bool = True) -> Access:
+def access(
+    scope: Scope, term: Term, along: str | None, rows: bool = True, per_head: bool = True
+) -> Access:
     """Describe where a term over the step's axes lies, or refuse."""
-    shape, index = window.shape(term.node), term.index
+    shape, index = scope.shape(term.node), term.index
     batch = None
     position = flatten(index, shape)
     total = 1
     for size in shape:
         total *= size
-    count = window.sizes[ROW] if rows else 1
+    count = scope.sizes[ROW] if rows else 1
     if rows and count > 1 and position.coefficient(ROW) * count != total:
         batch = next((i for i, e in enumerate(index) if e.terms == ((ROW, 1),)), None)
         if batch is None or index[batch].constant:
@@ -80,9 +82,9 @@ def access(window: Window, term: Term, along: str | None, rows: bool = True) -> 
         raise RefusalError(Reason.ARGUMENT_LAYOUT, term.node)
     stride = position.coefficient(along) if along else 0
     heads = position.coefficient(HEAD) or (D if along else 1)
-    missing = window.sizes[HEAD] > 1 and not position.coefficient(HEAD)
+    missing = scope.sizes[HEAD] > 1 and bool(position.coefficient(HEAD)) is not per_head
     if missing or (along and stride != 1):
-        raise RefusalError(Reason.ARGUMENT_LAYOUT, term.node, "not one value per head and channel")
+        raise RefusalError(Reason.ARGUMENT_LAYOUT, term.node, "not one value for each")
     return Access(term.node, batch, total // count, position.constant, heads, stride)
 
 
@@ -197,6 +199,22 @@ class Arguments:
     layout: str
 
     @property
+    def activation(self) -> torch.dtype:
+        """The one type of all activations."""
+        items = (*self.parts, self.gate, self.beta)
+        return common_dtype([item.node.meta["val"].dtype for item in items])
+
+    @property
+    def places(self) -> tuple[Access | None, ...]:
+        """Where every argument lies."""
+        return (*self.parts, self.gate, self.beta, self.a_log, self.bias)
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The arguments that are no tensors."""
+        return (self.scale, self.lower_bound, self.layout)
+
+    @property
     def leaves(self) -> dict[Node, str]:
         """Every node that an argument is made of, with the argument's name."""
         named = [(part.node, "mixed_qkv") for part in self.parts]
@@ -208,32 +226,54 @@ class Arguments:
         return dict(reversed(named))
 
     def emit(self, emit: Emitter) -> dict[str, Any]:
-        """Emit the views and casts, and return the operator's keyword arguments."""
+        """Emit the views and casts, and return the keyword arguments that are no pools."""
         heads = self.heads
         mixed = packed(emit, self.parts, heads)
-        gate = by_channel(emit, self.gate, heads)
-        beta = by_head(emit, self.beta, heads)
-        dtype = common_dtype([emit.value(x).dtype for x in (mixed, gate, beta)])
-        mixed, gate, beta = (unit_stride(emit, cast(emit, x, dtype)) for x in (mixed, gate, beta))
-        state = emit.input(self.pool)
+        mixed = unit_stride(emit, cast(emit, mixed, self.activation))
+        return {"mixed_qkv": mixed, **self.gates(emit, self.activation)}
+
+    def gates(self, emit: Emitter, dtype: torch.dtype) -> dict[str, Any]:
+        """Emit all but q, k, v and the state."""
+        heads = self.heads
+        gate = unit_stride(emit, cast(emit, by_channel(emit, self.gate, heads), dtype))
+        beta = unit_stride(emit, cast(emit, by_head(emit, self.beta, heads), dtype))
         if self.bias is None:
-            device = emit.value(state).device
+            device = emit.value(emit.input(self.pool)).device
             bias = emit.call(
                 aten.full.default, [heads * D], 0.0, dtype=torch.float32, device=device
             )
         else:
             bias = parameter(emit, self.bias, heads * D)
         return {
-            "mixed_qkv": mixed,
             "raw_gate": gate,
             "raw_beta": beta,
             "A_log": parameter(emit, self.a_log, heads),
             "dt_bias": bias,
-            "state": state,
             "state_indices": None if self.index is None else emit.input(self.index),
             "scale": self.scale,
             "lower_bound": self.lower_bound,
             "first_slot": None,
+            "state_layout": self.layout,
+        }
+
+    def described(self) -> dict[str, str]:
+        """Return the arguments for people."""
+        q, k, v = (part.node.name for part in self.parts)
+        return {"mixed_qkv": q if q == k == v else f"cat({q}, {k}, {v})", **self.described_gates()}
+
+    def described_gates(self) -> dict[str, str]:
+        """Return all but q, k and v for people."""
+        gate = "softplus" if self.lower_bound is None else f"{self.lower_bound:g}"
+        return {
+            "raw_gate": self.gate.node.name,
+            "raw_beta": self.beta.node.name,
+            "A_log": self.a_log.node.name,
+            "dt_bias": self.bias.node.name if self.bias else "zeros",
+            "state": self.pool.name,
+            "state_indices": self.index.name if self.index is not None else "None",
+            "scale": f"{self.scale:.6g}",
+            "lower_bound": gate,
+            "first_slot": "None",
             "state_layout": self.layout,
         }
 

@@ -8,21 +8,28 @@ device be woken) while a model compiles.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
-from kda_kernels.packed_decode.reference import packed_decode as reference
-from kda_ops.passes.arguments import Access, D
+from kda_kernels.fused_decode.reference import fused_decode
+from kda_kernels.packed_decode.reference import packed_decode
+from kda_ops.passes.core import D
+from kda_ops.passes.nodes import CASTS, RESHAPES, operands, rounds
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.step import Step
-from kda_ops.passes.terms import RESHAPES, ROW, operands
+from kda_ops.passes.terms import ROW
 
 aten = torch.ops.aten
+REFERENCES: dict[str, Callable[..., None]] = {
+    "packed_decode": packed_decode,
+    "fused_decode": fused_decode,
+}
 
 # Both sides compute in float32 and round once: half a unit in the last place each, and sums of 128
 # products in different orders. A wrong reading differs by percents of the largest element.
@@ -44,10 +51,10 @@ class Trial:
 
     def shrink(self, node: Node) -> tuple[int, ...]:
         """Return the trial's shape of a node's value: fewer rows, all else as it is."""
-        window = self.step.window
-        rows, running = window.sizes[ROW], window.rows_in.get(node, ())
+        scope = self.step.scope
+        rows, running = scope.sizes[ROW], scope.rows_in.get(node, ())
         shape = []
-        for dim, size in enumerate(window.shape(node)):
+        for dim, size in enumerate(scope.shape(node)):
             over_rows = dim in running or isinstance(node.meta["val"].shape[dim], torch.SymInt)
             if over_rows and size % rows:
                 raise RefusalError(Reason.CERTIFICATE, node, f"dimension {dim} is not decided")
@@ -56,10 +63,10 @@ class Trial:
 
     def strides(self, node: Node, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return strides in the graph's order of dimensions, padding included but kept small."""
-        window = self.step.window
+        scope = self.step.scope
         value = node.meta["val"]
-        full = [window.number(s) for s in value.shape]
-        given = [window.number(s) for s in value.stride()]
+        full = [scope.number(s) for s in value.shape]
+        given = [scope.number(s) for s in value.stride()]
         strides = [0] * len(shape)
         dense, new = 1, 1
         for dim in sorted(range(len(shape)), key=lambda d: (given[d], full[d])):
@@ -92,10 +99,10 @@ class Trial:
         """Return the trial's shape of an argument's leaf."""
         if role == "state_indices":
             return (self.rows,)
-        if role == "state":
+        if role in {"state", "conv_state"}:
             spare = 0 if self.step.arguments.index is None else SPARE_SLOTS
             return (self.rows + spare, *(int(s) for s in node.meta["val"].shape[1:]))
-        if role in {"A_log", "dt_bias"}:
+        if role in {"A_log", "dt_bias", "weight"}:
             return tuple(int(s) for s in node.meta["val"].shape)
         return self.shrink(node)
 
@@ -126,22 +133,33 @@ class Trial:
     def computed(self, node: Node) -> Any:
         """Call a node of the graph on the trial's tensors."""
         args, kwargs = torch.fx.node.map_arg((operands(node), dict(node.kwargs)), self.stand_in)
+        if node in self.step.dropped:
+            return self.unrounded(node, args, kwargs)
         if node.target in RESHAPES or node.target in {aten.expand.default, aten.full.default}:
             shape = list(self.shrink(node))
             args = (shape, *args[1:]) if node.target is aten.full.default else (args[0], shape)
         if node.target is aten.copy_.default:
             return args[1]
-        return self.call(node.target, *args, **kwargs)
+        value = self.call(node.target, *args, **kwargs)
+        # Below a rounding that is dropped values are float32; what is rounded here stays rounded.
+        return value.to(node.meta["val"].dtype) if rounds(node) else value
+
+    def unrounded(self, node: Node, args: Any, kwargs: Any) -> torch.Tensor:
+        """Compute in float32 what the graph rounds and the operator does not."""
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs)
+        )
+        return args[0] if node.target in CASTS else self.call(node.target, *args, **kwargs)
 
     def stand_in(self, node: Node) -> Any:
         """Return the trial's value of an operand."""
         if node not in self.values:
-            node = self.step.window.same.get(node, node)
+            node = self.step.scope.same.get(node, node)
         if node in self.values:
             return self.values[node]
         value = node.meta.get("val")
         if isinstance(value, torch.SymInt):
-            return self.step.window.number(value) // self.step.window.sizes[ROW] * self.rows
+            return self.step.scope.number(value) // self.step.scope.sizes[ROW] * self.rows
         raise RefusalError(Reason.CERTIFICATE, node, "not computed from the step's inputs")
 
 
@@ -154,26 +172,24 @@ def fingerprint(step: Step) -> str:
     lines = []
 
     def name(node: Node) -> str:
-        return names.get(node) or names.get(step.window.same.get(node, node), node.name)
+        return names.get(node) or names.get(step.scope.same.get(node, node), node.name)
 
     for node in step.arguments.leaves:
         value = node.meta["val"]
         lines.append(f"{value.dtype} {tuple(value.shape)} {value.stride()}")
     for node in step.region:
-        names[node] = f"%{len(names)}"
+        names[node] = f"%{len(names)}" + "~" * (node in step.dropped)
         args = torch.fx.node.map_arg((operands(node), dict(node.kwargs)), name)
         lines.append(f"{names[node]} = {node.target}{args}")
-    views: tuple[Access | None, ...] = (
-        *step.arguments.parts,
-        step.arguments.gate,
-        step.arguments.beta,
-    )
-    views += (step.arguments.a_log, step.arguments.bias)
-    for view in views:
+    for view in step.arguments.places:
         place = view and (view.batch, view.width, view.offset, view.head_stride, view.stride)
         lines.append(f"{view and names[view.node]} {place}")
-    keywords = (step.arguments.scale, step.arguments.lower_bound, step.arguments.layout)
-    return "\n".join([*lines, str(keywords), str(step.output_dtype), names[step.output]])
+    pools = [
+        (argument, names[found.pool], name(found.write), found.order)
+        for argument, found in step.pools.items()
+    ]
+    facts = (step.operator, pools, step.arguments.constants, step.output_dtype)
+    return "\n".join([*lines, str(facts), name(step.output)])
 
 
 def certify(step: Step) -> None:
@@ -214,7 +230,7 @@ def quiet() -> Iterator[None]:
 
 def compare(step: Step) -> None:
     """Run both sides on the same inputs, with few rows, and compare."""
-    rows, few = step.window.sizes[ROW], 2 if step.arguments.heads > MANY_HEADS else 3
+    rows, few = step.scope.sizes[ROW], 2 if step.arguments.heads > MANY_HEADS else 3
     if isinstance(step.anchor.value.meta["val"].shape[0], torch.SymInt):
         compare_rows(step, few)
         return
@@ -232,16 +248,24 @@ def compare_rows(step: Step, rows: int) -> None:
     trial = Trial(step, rows, torch.Generator().manual_seed(2048))
     for node, role in step.arguments.leaves.items():
         trial.values[node] = trial.random(node, role)
-    pool = trial.values[step.arguments.pool]
-    before = pool.clone()
+    pools = {name: trial.values[found.pool].clone() for name, found in step.pools.items()}
     expected = trial.run(step.output)
-    written = trial.run(step.anchor.write)
+    written = {name: trial.run(found.write) for name, found in step.pools.items()}
     arguments = step.arguments.emit(trial)
-    arguments["state"] = before
-    output = torch.empty(rows, 1, step.arguments.heads, D, dtype=step.output_dtype)
-    reference(**arguments, output=output)
-    close(step, "output", output.reshape(-1), expected.reshape(-1))
-    close(step, "state", before, written)
+    for name, found in step.pools.items():
+        arguments[name] = pools[name].permute(found.order)
+    output = torch.empty(expected.numel(), dtype=step.output_dtype)
+    shape = (rows, 1, step.arguments.heads, D)
+    REFERENCES[step.operator](**arguments, output=output.view(in_order(step, shape)))
+    close(step, "output", output, expected.reshape(-1))
+    for name, pool in pools.items():
+        close(step, name, pool, written[name])
+
+
+def in_order(step: Step, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """Return the shape of an operator's output: packed_decode's rows come first."""
+    rows, one, heads, width = shape
+    return shape if step.operator == "packed_decode" else (one, rows, heads, width)
 
 
 def close(step: Step, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:

@@ -30,8 +30,9 @@ from kda_ops.passes.algebra import (
     times,
 )
 from kda_ops.passes.expression import Reader
+from kda_ops.passes.nodes import operands
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import CASTS, ROW, Term, Window, operands
+from kda_ops.passes.terms import ROW, Scope, Term
 
 aten = torch.ops.aten
 
@@ -65,21 +66,21 @@ class Output:
     scale: float
 
 
-def state_index(window: Window, pool: Node, rows: int) -> Index:
+def state_index(scope: Scope, pool: Node, rows: int) -> Index:
     """Declare the axes of a step and return the index of a row's state."""
-    _, heads, first, second = window.shape(pool)
-    window.named(INNER, first)
+    _, heads, first, second = scope.shape(pool)
+    scope.named(INNER, first)
     return (
-        window.named(ROW, rows),
-        window.named(HEAD, heads),
-        window.named(FIRST, first),
-        window.named(SECOND, second),
+        scope.named(ROW, rows),
+        scope.named(HEAD, heads),
+        scope.named(FIRST, first),
+        scope.named(SECOND, second),
     )
 
 
-def read_update(reader: Reader, written: Node, index: Index) -> Update:
-    """Compare the written state with the delta rule and name its parts."""
-    terms = reader.polynomial(written, index)
+def read_update(reader: Reader, written: Node, at: Index, index: Index) -> Update:
+    """Compare the written state, whose element is ``at``, with the delta rule; name its parts."""
+    terms = reader.polynomial(written, at)
     direct, summed, free = by_role(terms, written)
     kept = frozenset((f, p) for f, p in direct if not isinstance(f, State))
     (state,) = (f for f, _ in direct if isinstance(f, State))
@@ -152,47 +153,46 @@ def without_norm(
         found = squared_norm(reader, factor)
         if found is None or found[0] != base.renamed(along, INNER):
             continue
+        if found[2] != 1.0:
+            raise RefusalError(Reason.NORM_FORM, factor.node, "the mean of the squares")
         if not math.isclose(found[1], L2_EPS, rel_tol=1e-6):
             raise RefusalError(Reason.NORM_EPS, factor.node, f"eps = {found[1]:g}")
         if power != exponent:
             raise RefusalError(Reason.NORM_FORM, factor.node, f"exponent {power}")
         return factors - {(factor, power)}, factor
-    if base.node.target in CASTS:
-        name = str(base.node.meta["val"].dtype).removeprefix("torch.")
-        raise RefusalError(Reason.ROUNDING, base.node, f"{base.node.name} is {name}")
     for factor, power in factors:
         if isinstance(factor, Value) and power < 0 and factor.node.target in CLAMPS:
             raise RefusalError(Reason.NORM_FORM, factor.node)
     raise RefusalError(Reason.NORM_MISSING, at)
 
 
-def squared_norm(reader: Reader, value: Value) -> tuple[Value, float] | None:
-    """Return (x, eps) when a value is the sum over INNER of x*x, plus eps."""
+def squared_norm(reader: Reader, value: Value) -> tuple[Value, float, float] | None:
+    """Return (x, eps, share) when a value is share times the sum over INNER of x*x, plus eps."""
     node = value.node
     if node.target not in {aten.add.Tensor, aten.add.Scalar} or node.kwargs:
         return None
     total, eps = operands(node)[:2]
     if not isinstance(total, Node) or not isinstance(eps, int | float):
         return None
-    _, factors = reader.factors(total, value.index)
+    share, factors = reader.factors(total, value.index)
     ((summed, power),) = factors if len(factors) == 1 else ((None, 0.0),)
     if not isinstance(summed, Contraction) or power != 1.0 or len(summed.body) != 1:
         return None
     ((factor, power),) = summed.without_bound(INNER)
     if power != 2.0 or not isinstance(factor, Value):
         return None
-    return factor, float(eps)
+    return factor, float(eps), share
 
 
-def output_index(window: Window, node: Node, update: Update, index: Index) -> Index | None:
+def output_index(scope: Scope, node: Node, update: Update, index: Index) -> Index | None:
     """Return the index of an output's element in a node that holds them in order, else None."""
-    position = flatten((*index[:2], axis(update.value_axis)), (1, window.sizes[HEAD], 128))
-    return split(position, window.shape(node), window.sizes)
+    position = flatten((*index[:2], axis(update.value_axis)), (1, scope.sizes[HEAD], 128))
+    return split(position, scope.shape(node), scope.sizes)
 
 
 def read_output(reader: Reader, node: Node, update: Update, index: Index) -> Output | None:
     """Compare a node with scale * S'' q / |q|, or return None where it is another function."""
-    position = output_index(reader.window, node, update, index)
+    position = output_index(reader.scope, node, update, index)
     if position is None:
         return None
     terms = reader.polynomial(node, position)

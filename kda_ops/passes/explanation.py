@@ -19,7 +19,8 @@ from torch._inductor.graph import GraphLowering
 from torch.fx import Graph
 
 from kda_ops.passes.backend import kda
-from kda_ops.passes.manager import Finding, is_static, observing
+from kda_ops.passes.findings import Finding
+from kda_ops.passes.manager import is_static, observing
 
 _ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]+)\)")
 
@@ -98,10 +99,14 @@ def described(number: int, finding: Finding) -> list[str]:
         lines = [f"[{number}] fused into {finding.operator}", f"    at      {place}"]
         arguments = ", ".join(f"{k}={v}" for k, v in finding.arguments.items())
         wrapped = textwrap.wrap(arguments, 88)
-        return [
-            *lines,
-            *(("    with    " if not i else "            ") + w for i, w in enumerate(wrapped)),
-        ]
+        lines += [("    with    " if not i else "            ") + w for i, w in enumerate(wrapped)]
+        for part in finding.left:
+            detail = f" ({part.detail})" if part.detail else ""
+            lines.append(f"    left    the {part.part}, {part.reason.name} at {part.node}:")
+            lines.append(f"            {part.reason.sentence}{detail}")
+        if finding.roundings:
+            lines.append(f"    rounds  less often: not at {', '.join(finding.roundings)}")
+        return lines
     detail = f" ({finding.detail})" if finding.detail else ""
     return [
         f"[{number}] not fused: {finding.reason.name}",
@@ -181,7 +186,7 @@ def clones(report: Report) -> list[tuple[int, ...]] | None:
     """Return the pools' shapes that generated code allocates."""
     if not report.code:
         return None
-    pools = {finding.pool_shape for finding in report.findings if finding.pool_shape}
+    pools = {shape for finding in report.findings for shape in finding.pool_shapes}
     allocated = {
         tuple(int(size) for size in found.split(",") if size.strip())
         for code in report.code

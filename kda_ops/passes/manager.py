@@ -2,19 +2,18 @@
 
 Lives here: the order of erasing assertions, matching, certifying and splicing; the uuid for the
 compile caches; composition with a pass that is there already. Not here: switching it on
-(switch.py).
+(switch.py), and what is kept of a match (findings.py).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.utils import counters
@@ -24,15 +23,21 @@ from torch.fx import Graph, Node
 
 import kda_kernels
 import kda_ops
-from kda_ops.passes.anchors import anchor, candidates
+from kda_ops.passes.anchors import anchor, candidates, check_state
 from kda_ops.passes.certificate import certify
+from kda_ops.passes.convolution import read_convolution
+from kda_ops.passes.core import Core, read_core
+from kda_ops.passes.findings import Finding, Left, log, report, shape_of, source_line
+from kda_ops.passes.gated_norm import read_norm
+from kda_ops.passes.nodes import repeats
+from kda_ops.passes.pools import pool_root
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.rewrite import splice
-from kda_ops.passes.step import Step, match
-from kda_ops.passes.terms import repeats
+from kda_ops.passes.step import Step, fused_step, packed_step
 
-log = logging.getLogger("kda_ops.passes")
 aten = torch.ops.aten
+T = TypeVar("T")
+BOTH = "convolution and norm"
 
 
 @dataclass(frozen=True)
@@ -48,32 +53,13 @@ class Options:
     certify: bool = True
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One place that looks like a delta-rule step.
-
-    ``operator`` is what it was fused into, with ``arguments`` for people; otherwise ``reason`` and
-    ``detail`` say why not. ``node`` is where it is or stopped, ``source`` the model's line.
-    """
-
-    node: str
-    source: str
-    pool: str
-    operator: str | None = None
-    arguments: dict[str, str] = field(default_factory=dict)
-    reason: Reason | None = None
-    detail: str = ""
-    static_pool: bool | None = None
-    pool_shape: tuple[int, ...] = ()
-
-
 # A pass that is told whether it sees an inference graph: where torch has such passes, one that the
 # user installed has to be told through ours.
 _Told: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
 
 
 class KdaPass(_Told):
-    """Rewrites delta-rule steps of a post-grad graph to ``kda::packed_decode``.
+    """Rewrites delta-rule steps of a post-grad graph to kda operators.
 
     Args:
         options: see :class:`Options`.
@@ -146,9 +132,12 @@ def rewrite_graph(graph: Graph, options: Options | None = None) -> list[Finding]
     """
     options = options or Options()
     counters["kda"]["graphs"] += 1
+    erase_assertions(graph)
+    same: dict[Node, Node] | None = None
     findings = []
-    for write in candidates(graph) if erase_assertions(graph) else ():
-        finding = try_step(write, graph, options)
+    for write in candidates(graph):
+        same = repeats(graph) if same is None else standing(same)
+        finding = try_step(write, graph, options, same)
         findings.append(finding)
         report(finding)
     if any(finding.operator for finding in findings):
@@ -156,28 +145,32 @@ def rewrite_graph(graph: Graph, options: Options | None = None) -> list[Finding]
     return findings
 
 
-def erase_assertions(graph: Graph) -> bool:
+def standing(same: dict[Node, Node]) -> dict[Node, Node]:
+    """Return what is left of the repeated nodes after some were erased."""
+    return {k: v for k, v in same.items() if not (k._erased or v._erased)}
+
+
+def erase_assertions(graph: Graph) -> None:
     """Remove metadata assertions, which export puts between the nodes of a step."""
     for node in list(graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
-    return True
 
 
-def try_step(write: Node, graph: Graph, options: Options) -> Finding:
+def try_step(write: Node, graph: Graph, options: Options, same: dict[Node, Node]) -> Finding:
     """Match, certify and replace one step; a failure of any kind is a refusal."""
     pool: Any = write.args[0]
-    shape = tuple(s if isinstance(s, int) else -1 for s in pool.meta["val"].shape)
-    base = Finding(write.name, source_line(write), pool.name, pool_shape=shape)
+    base = Finding(write.name, source_line(write), pool.name, pool_shapes=(shape_of(pool),))
+    left: list[Left] = []
     try:
-        step = read_step(write, graph)
-        if options.certify:
-            certify(step)
-        found = replace(base, static_pool=is_static(graph, step.anchor.pool))
-        found = replace(found, arguments=described(step), source=source_line(step.output))
-        if options.rewrite:
-            splice(step, graph)
-        return replace(found, operator="kda::packed_decode")
+        core = careful(write, lambda: read_core(anchor(write, same, check_state), same))
+        found = None
+        if (whole := whole_step(core, same, left)) is not None:
+            found = attempt(left, BOTH, core, lambda: shipped(base, whole, graph, options))
+        if found is None:
+            step = careful(write, lambda: packed_step(core))
+            found = shipped(base, step, graph, options)
+        return replace(found, left=tuple(left))
     except RefusalError as error:
         node = error.node or write
         return replace(
@@ -189,11 +182,30 @@ def try_step(write: Node, graph: Graph, options: Options) -> Finding:
         )
 
 
-def read_step(write: Node, graph: Graph) -> Step:
-    """Match a step; code that the matcher was not made for is a refusal, never a failed compile."""
-    same = repeats(graph)
+def whole_step(core: Core, same: dict[Node, Node], left: list[Left]) -> Step | None:
+    """Match the convolution before a step and the norm behind it, or say which did not fit."""
+    convolution = attempt(left, "convolution", core, lambda: read_convolution(core, same))
+    source = core.update.value if convolution is None else convolution.parts[0].x
+    activation = source.node.meta["val"].dtype
+    norm = attempt(left, "norm", core, lambda: read_norm(core, activation))
+    if convolution is None or norm is None:
+        return None
+    return attempt(left, BOTH, core, lambda: fused_step(core, convolution, norm))
+
+
+def attempt(left: list[Left], part: str, core: Core, read: Callable[[], T]) -> T | None:
+    """Read a part of a step; where it is refused, note why and return None."""
     try:
-        return match(anchor(write, same), graph, same)
+        return careful(core.output.node, read)
+    except RefusalError as error:
+        left.append(Left(part, error.reason, error.detail, (error.node or core.output.node).name))
+        return None
+
+
+def careful(write: Node, read: Callable[[], T]) -> T:
+    """Read a step; code that the matcher was not made for is a refusal, never a failed compile."""
+    try:
+        return read()
     except RefusalError:
         raise
     except Exception as error:
@@ -202,58 +214,32 @@ def read_step(write: Node, graph: Graph) -> Step:
         raise RefusalError(Reason.NOT_UNDERSTOOD, write, fact[:300]) from error
 
 
-def report(finding: Finding) -> None:
-    """Count and log one finding."""
-    counters["kda"]["candidates"] += 1
-    if finding.reason is None:
-        counters["kda"]["matches"] += 1
-        counters["kda"][f"matched {finding.operator}"] += 1
-        log.info("%s: fused into %s", finding.source or finding.node, finding.operator)
-        return
-    counters["kda"]["refusals"] += 1
-    counters["kda"][f"refused {finding.reason.name}"] += 1
-    detail = f" ({finding.detail})" if finding.detail else ""
-    log.info(
-        "%s: not fused, %s: %s%s at node %s",
-        finding.source or finding.node,
-        finding.reason.name,
-        finding.reason.sentence,
-        detail,
-        finding.node,
+def shipped(base: Finding, step: Step, graph: Graph, options: Options) -> Finding:
+    """Certify a step and put the operator in its place."""
+    if options.certify:
+        certify(step)
+    pools = [pool_root(found.pool) for found in step.pools.values()]
+    static = [is_static(graph, pool) for pool in pools]
+    found = replace(
+        base,
+        operator=f"kda::{step.operator}",
+        arguments=described(step),
+        source=source_line(step.output),
+        static_pool=None if None in static else all(static),
+        pool_shapes=tuple(shape_of(pool) for pool in pools),
+        roundings=tuple(node.name for node in step.region if node in step.dropped),
     )
+    if options.rewrite:
+        splice(step, graph)
+    return found
 
 
 def described(step: Step) -> dict[str, str]:
     """Return the operator's arguments for people."""
-    arguments = step.arguments
-    q, k, v = (part.node.name for part in arguments.parts)
-    gate = "softplus" if arguments.lower_bound is None else f"{arguments.lower_bound:g}"
-    return {
-        "mixed_qkv": q if q == k == v else f"cat({q}, {k}, {v})",
-        "raw_gate": arguments.gate.node.name,
-        "raw_beta": arguments.beta.node.name,
-        "A_log": arguments.a_log.node.name,
-        "dt_bias": arguments.bias.node.name if arguments.bias else "zeros",
-        "state": arguments.pool.name,
-        "state_indices": arguments.index.name if arguments.index is not None else "None",
-        "scale": f"{arguments.scale:.6g}",
-        "lower_bound": gate,
-        "first_slot": "None",
-        "state_layout": arguments.layout,
-        "output_dtype": str(step.output_dtype).removeprefix("torch."),
-    }
-
-
-def source_line(node: Node) -> str:
-    """Return "file:line: code" of the model's line that a node came from, or ""."""
-    lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
-    for at in range(len(lines) - 1, -1, -1):
-        if lines[at].startswith("File "):
-            pieces = lines[at].split('"')
-            number = lines[at].split("line ")[-1].split(",")[0]
-            code = lines[at + 1] if at + 1 < len(lines) else ""
-            return f"{pieces[1] if len(pieces) > 1 else '?'}:{number}: {code}".rstrip(": ")
-    return ""
+    arguments = step.arguments.described()
+    if step.operator == "packed_decode":
+        arguments["output_dtype"] = str(step.output_dtype).removeprefix("torch.")
+    return arguments
 
 
 def is_static(graph: Graph, pool: Node) -> bool | None:

@@ -92,8 +92,8 @@ class Reason(Enum):
         "compute that value separately, or drop it",
     )
     ROUNDING = Explanation(
-        "a value is rounded below float32 inside the step, which the operator never does",
-        "cast inputs to float32 before the first operation of the step",
+        "a value is rounded where the operator does not round, or the other way round",
+        "cast inputs to float32 before the first operation of the step, and keep the state in it",
     )
     NOT_UNDERSTOOD = Explanation(
         "an operation inside the step is not one the pass can read",
@@ -145,6 +145,26 @@ class Reason(Enum):
     ACTIVATION_DTYPE = Explanation(
         "an input of the step is neither bfloat16, float16 nor float32",
         "keep activations in one of these types",
+    )
+    CONV_MISSING = Explanation(
+        "q, k and v are not SiLU of one convolution over a window that the graph reads and writes",
+        "convolve q, k and v together over one window, and take SiLU, in the compiled function",
+    )
+    CONV_FORM = Explanation(
+        "the convolution is not depthwise, of width 4, over the last columns of a window",
+        "keep one window [slots, channels, columns] with channels q, k, v in order",
+    )
+    CONV_WINDOW = Explanation(
+        "the window does not move by one column with the current token in the last",
+        "write torch.cat([window[..., 1:], x[..., None]], -1) back",
+    )
+    CONV_SLOTS = Explanation(
+        "window and state are not kept in the same slots",
+        "index both pools with one tensor of slots, or neither",
+    )
+    OUTPUT_NORM = Explanation(
+        "what follows is not RMSNorm(o) * weight * sigmoid(gate), rounded once at the end",
+        "normalise the output over each head in float32, and gate it by a sigmoid",
     )
     CONTRACT = Explanation(
         "the operator does not accept the arguments that the step has",

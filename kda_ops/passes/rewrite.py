@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
-from kda_ops.passes.anchors import functionalized
+from kda_ops.passes.anchors import Anchor
+from kda_ops.passes.pools import functionalized, seen
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.step import Step
 
@@ -71,96 +72,116 @@ def values_of(arguments: Any) -> Any:
 
 
 def splice(step: Step, graph: Graph) -> Node:
-    """Replace a step by ``kda::packed_decode`` and return the new node.
+    """Replace a step by its operator and return the new node.
 
     Raises RefusalError, with the graph as it was, where the operator refuses its arguments or an
     input of the step comes after its results.
     """
-    late = dependents(graph, (step.output, step.anchor.write))
-    for leaf in step.arguments.leaves:
+    leaves = step.arguments.leaves
+    late = dependents(step.ends, max(leaves))
+    for leaf in leaves:
         if leaf in late:
             raise RefusalError(Reason.ORDER, leaf)
     rows = step.anchor.value.meta["val"].shape[0]
     inserter = Inserter(graph, rows if isinstance(rows, int) else -1, step.output)
-    with graph.inserting_before(insertion_point(graph, step.arguments.leaves)):
+    with graph.inserting_before(insertion_point(graph, leaves)):
         try:
             results = insert(step, inserter)
         except RefusalError:
             erase(graph, inserter.made)
             raise
-    redirect(step, *results, graph=graph)
-    sink(graph, inserter.made)
-    erase(graph, (*step.region, *step.anchor.casts))
-    return results[2]
+    redirect(step, *results)
+    sink(inserter.made)
+    pools = step.pools.values()
+    erase(graph, (*step.region, *(node for found in pools for node in found.touching)))
+    return results[0]
 
 
-def insert(step: Step, emit: Inserter) -> tuple[Node, Node, Node]:
-    """Add the operator's nodes; return its output, the new pool and the operator's node."""
+def insert(step: Step, emit: Inserter) -> tuple[Node, Node, dict[str, Node]]:
+    """Add the operator's nodes; return its own, its output, and the new pools by argument."""
     arguments = step.arguments.emit(emit)
-    dtype = None if step.output_dtype is step.activation else step.output_dtype
-    arguments["output_dtype"] = dtype
-    target = torch.ops.kda.packed_decode.default
+    if step.operator == "packed_decode":
+        same = step.output_dtype is step.activation
+        arguments["output_dtype"] = None if same else step.output_dtype
+    target = getattr(torch.ops.kda, step.operator).default
     try:
-        output_value = fake(target, (), arguments)
+        pools = {name: seen(found.place, found.order) for name, found in step.pools.items()}
+        output_value = fake(target, (), {**arguments, **pools})
     except (ValueError, TypeError, NotImplementedError) as error:
         raise RefusalError(Reason.CONTRACT, step.output, str(error)) from error
-    state = arguments.pop("state")
-    node = emit.graph.call_function(
-        functionalized, (target,), {**arguments, "_state_base_index": 0, "_all_bases": [state]}
-    )
+    bases = [found.place.base for found in step.pools.values()]
+    for number, (name, found) in enumerate(step.pools.items()):
+        arguments |= named(name, number, found)
+    node = emit.graph.call_function(functionalized, (target,), {**arguments, "_all_bases": bases})
     emit.made.append(emit.describe(node))
-    node.meta["val"] = (output_value, state.meta["val"])
+    values = [output_value, *(base.meta["val"] for base in bases)]
+    node.meta["val"] = tuple(values)
     # Inductor reads the exact strides that the operator is to see from here.
     node.meta["eager_input_vals"] = values_of((node.args, dict(node.kwargs)))
-    output = emit.graph.call_function(operator.getitem, (node, 0))
-    pool = emit.graph.call_function(operator.getitem, (node, 1))
-    for item, value in ((output, output_value), (pool, state.meta["val"])):
+    items = []
+    for number, value in enumerate(values):
+        item = emit.graph.call_function(operator.getitem, (node, number))
         item.meta["val"] = value
         emit.made.append(emit.describe(item))
+        items.append(item)
     shape = [s if isinstance(s, int) else -1 for s in step.output.meta["val"].shape]
-    return emit.call(aten.reshape.default, output, shape), pool, node
+    output = emit.call(aten.reshape.default, items[0], shape)
+    return node, output, dict(zip(step.pools, items[1:], strict=True))
 
 
-def redirect(step: Step, output: Node, pool: Node, node: Node, graph: Graph) -> None:
+def named(name: str, number: int, found: Anchor) -> dict[str, Any]:
+    """Return how the functional form of an operator names a pool, or a view of a base."""
+    place: dict[str, Any] = {f"_{name}_base_index": number}
+    if not found.place.views and found.order == tuple(range(len(found.order))):
+        return place
+    view = seen(found.place, found.order)
+    sizes, strides = tuple(view.shape), tuple(view.stride())
+    if not all(isinstance(size, int) for size in (*sizes, *strides)):
+        raise RefusalError(Reason.DYNAMIC_SHAPE, found.pool, f"shape {sizes}")
+    offset = view.storage_offset()
+    return place | {
+        f"_{name}_size": sizes,
+        f"_{name}_stride": strides,
+        f"_{name}_storage_offset": offset,
+    }
+
+
+def redirect(step: Step, _: Node, output: Node, pools: dict[str, Node]) -> None:
     """Give every user of the step's results the operator's results."""
     step.output.replace_all_uses_with(output)
-    if step.anchor.write is step.anchor.back:
-        step.anchor.back.args = (step.anchor.pool, pool)
-    else:
-        step.anchor.write.replace_all_uses_with(pool)
+    for name, found in step.pools.items():
+        if found.write is found.back:
+            found.back.args = (found.pool, pools[name])
+        else:
+            found.result.replace_all_uses_with(pools[name])
 
 
 def insertion_point(graph: Graph, leaves: Iterable[Node]) -> Node:
     """Return the first node after every leaf and every input of the graph."""
-    wanted = set(leaves)
-    last = next(iter(graph.nodes))
-    for node in graph.nodes:
-        if node in wanted or node.op == "placeholder":
-            last = node
-    return last.next
+    last = max(leaves)
+    first = next(iter(graph.nodes))
+    while first.next.op == "placeholder":
+        first = first.next
+    return max(last, first).next
 
 
-def dependents(graph: Graph, starts: Iterable[Node]) -> set[Node]:
-    """Return every node that is computed from some nodes, epilogues included."""
+def dependents(starts: Iterable[Node], last: Node) -> set[Node]:
+    """Return every node up to ``last`` that is computed from some nodes."""
     reached, pending = set(), list(starts)
     while pending:
         for user in pending.pop().users:
-            if user not in reached:
+            if user not in reached and not last < user:
                 reached.add(user)
                 pending.append(user)
     return reached
 
 
-def sink(graph: Graph, made: list[Node]) -> None:
+def sink(made: list[Node]) -> None:
     """Move users of the new nodes that stand before them behind them, in their order."""
-    late = dependents(graph, made)
-    first, place = made[0], made[-1]
-    for node in list(graph.nodes):
-        if node is first:
-            return
-        if node in late:
-            place.append(node)
-            place = node
+    place = made[-1]
+    for node in sorted(dependents(made, made[0])):
+        place.append(node)
+        place = node
 
 
 def erase(graph: Graph, nodes: Iterable[Node]) -> None:

@@ -6,208 +6,136 @@ graph may not look at. Not here: changing the graph (rewrite.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+import torch._inductor.config as inductor_config
+from torch.fx import Node
 
-from kda_ops.passes.affine import Index
-from kda_ops.passes.anchors import Anchor, flows
-from kda_ops.passes.arguments import Access, Arguments, D, access, check_dtypes, common_dtype
-from kda_ops.passes.delta_rule import (
-    HEAD,
-    Output,
-    Update,
-    output_index,
-    read_output,
-    read_update,
-    state_index,
-)
-from kda_ops.passes.expression import PRODUCTS, Reader
-from kda_ops.passes.gates import Gate, read_beta, read_gate
+from kda_ops.passes.anchors import Anchor, outsider
+from kda_ops.passes.arguments import Access, Arguments, D, access, check_dtypes
+from kda_ops.passes.convolution import Convolution
+from kda_ops.passes.core import Core
+from kda_ops.passes.delta_rule import HEAD
+from kda_ops.passes.fused_arguments import FusedArguments, lay_out_fused
+from kda_ops.passes.gated_norm import GatedNorm
+from kda_ops.passes.gates import Gate
+from kda_ops.passes.nodes import CASTS, is_view, rounds
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import CASTS, ROW, Term, Window, is_view, operands
+from kda_ops.passes.terms import Scope, Term
 
 aten = torch.ops.aten
+PARAMETERS = frozenset({"A_log", "dt_bias", "state_indices", "weight", "conv_bias", "norm_weight"})
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that the operator can take over.
+    """A step that an operator can take over.
 
-    ``output`` is the node that becomes the operator's result, of type ``output_dtype``; ``region``
-    are the nodes between the arguments' leaves and the two results, in graph order.
+    ``pools`` are the states that the operator works on in place, by argument; ``output`` is the
+    node that becomes its result, of type ``output_dtype``; ``region`` are the nodes between the
+    arguments' leaves and the results, in graph order, of which ``dropped`` round to the
+    activation type where the operator does not.
     """
 
-    anchor: Anchor
-    arguments: Arguments
-    window: Window
+    operator: str
+    pools: dict[str, Anchor]
+    arguments: Arguments | FusedArguments
+    scope: Scope
     output: Node
     output_dtype: torch.dtype
     activation: torch.dtype
     region: tuple[Node, ...]
+    dropped: frozenset[Node]
+
+    @property
+    def anchor(self) -> Anchor:
+        """The recurrent state."""
+        return self.pools["state"]
+
+    @property
+    def ends(self) -> tuple[Node, ...]:
+        """The nodes that the operator's results take the place of."""
+        return (self.output, *(found.result for found in self.pools.values()))
 
 
-def match(found: Anchor, graph: Graph, same: dict[Node, Node]) -> Step:
-    """Match the code around an anchor, or raise RefusalError."""
-    window = Window(same=same)
-    rows = row_count(window, found)
-    index = state_index(window, found.pool, rows)
-    reader = make_reader(window, found, graph)
-    written = stored_value(found)
-    update = read_update(reader, written, index)
-    gate = read_gate(reader, update.decay, update.key_axis)
-    beta = read_beta(reader, update.beta, written)
-    output = find_output(reader, found, update, index, graph)
-    arguments = lay_out(window, found, update, gate, beta, output)
-    node, dtype, activation = result(output.node, arguments)
-    if (position := output_index(window, node, update, index)) is not None:
-        window.resolve(node, position)
-    region = region_of(graph, window, arguments, (node, found.write))
-    check_users(region, node, found, arguments)
-    return Step(found, arguments, window, node, dtype, activation, region)
+def packed_step(core: Core) -> Step:
+    """Lay out the recurrence alone, or raise RefusalError."""
+    arguments = lay_out(core)
+    node, dtype = result(core.output.node, arguments)
+    core.element(node)  # so that it is known which of its dimensions are rows
+    return finished("packed_decode", {"state": core.anchor}, core, arguments, node, dtype)
 
 
-def row_count(window: Window, found: Anchor) -> int:
-    """Return the number of rows, which indices, state and written value have to agree on."""
-    rows = window.shape(found.index if found.index is not None else found.pool)[0]
-    if rows == 0:
-        raise RefusalError(Reason.NO_ROWS, found.value)
-    shape = window.shape(found.value)
-    expected = (rows, *window.shape(found.pool)[1:])
-    dropped = len(expected) - len(shape)  # a setitem of one row drops its dimension
-    if shape != expected[dropped:] or any(size != 1 for size in expected[:dropped]):
-        sizes = tuple(found.value.meta["val"].shape)
-        raise RefusalError(Reason.ROWS_MISMATCH, found.value, f"the written value is {sizes}")
-    return rows
+def fused_step(core: Core, convolution: Convolution, norm: GatedNorm) -> Step:
+    """Lay out the recurrence with the convolution before it and the norm behind it."""
+    arguments = lay_out_fused(core, lay_out(core), convolution, norm)
+    pools = {"conv_state": convolution.anchor, "state": core.anchor}
+    dtype = norm.node.meta["val"].dtype
+    kept = {part.node for part in convolution.mixed} | norm.rounded
+    return finished("fused_decode", pools, core, arguments, norm.node, dtype, kept)
 
 
-def make_reader(window: Window, found: Anchor, graph: Graph) -> Reader:
-    """Set up the algebra for the region of an anchor."""
-    dependents = flows(found.reads)
-    return Reader(
-        window,
-        {read: lambda index: index for read in found.reads},
-        dependents,
-        stops=norm_bases(window, graph.nodes, dependents),
-    )
+def finished(
+    name: str,
+    pools: dict[str, Anchor],
+    core: Core,
+    arguments: Arguments | FusedArguments,
+    output: Node,
+    dtype: torch.dtype,
+    kept: set[Node] | frozenset[Node] = frozenset(),
+) -> Step:
+    """Collect the region of a step and check that it is the operator's alone."""
+    ends = (output, *(found.write for found in pools.values()))
+    region = region_of(core.scope, arguments.leaves, ends)
+    check_users(region, output, pools, arguments)
+    activation = arguments.activation
+    dropped = roundings(region, {output, core.anchor.value, *kept}, activation)
+    return Step(name, pools, arguments, core.scope, output, dtype, activation, region, dropped)
 
 
-def norm_bases(window: Window, nodes: Iterable[Node], dependents: set[Node]) -> set[Node]:
-    """Return the nodes whose squares are summed: q and k are taken whole there."""
-    bases = set()
-    for node in nodes:
-        if node.target is not aten.sum.dim_IntList or node in dependents:
-            continue
-        square = operands(node)[0]
-        index = tuple(window.fresh(size)[1] for size in window.shape(square))
-        term = window.resolve(square, index)
-        square, factors = term.node, operands(term.node)[:2]
-        squared = square.target in PRODUCTS and factors[0] is factors[1]
-        squared = squared or (square.target is aten.pow.Tensor_Scalar and factors[1] == 2)
-        if squared and isinstance(factors[0], Node):
-            bases.add(window.resolve(factors[0], term.index).node)
-    return bases
+def roundings(
+    region: tuple[Node, ...], kept: set[Node], activation: torch.dtype
+) -> frozenset[Node]:
+    """Return the roundings in a region that the operator does not make.
+
+    To the type of the activations they may be dropped, for the reason that Inductor drops those
+    between operations that it fuses: what is left is closer to the mathematics.
+    """
+    found = [node for node in region if rounds(node) and node not in kept]
+    for node in found:
+        if node.meta["val"].dtype is not activation or inductor_config.emulate_precision_casts:
+            name = str(node.meta["val"].dtype).removeprefix("torch.")
+            raise RefusalError(Reason.ROUNDING, node, f"{node.name} is {name}")
+    return frozenset(found)
 
 
-def stored_value(found: Anchor) -> Node:
-    """Return the new state before it is rounded to the pool's type, the one rounding allowed."""
-    value = found.value
-    if value.target in CASTS and value.meta["val"].dtype == found.pool.meta["val"].dtype:
-        source = value.args[0]
-        if isinstance(source, Node) and source.meta["val"].dtype is torch.float32:
-            return source
-    return value
-
-
-def find_output(
-    reader: Reader, found: Anchor, update: Update, index: Index, graph: Graph
-) -> Output:
-    """Find the node that is the new state applied to q, as far along its users as it stays so."""
-    ancestors = inputs_of(found.value)
-    size = index_size(reader.window)
-    refusal = RefusalError(Reason.OUTPUT_NOT_FOUND, found.write)
-    for node in graph.nodes:
-        if node not in reader.dependents or node in ancestors or node is found.write:
-            continue
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
-            continue
-        if node_size(reader.window, node) != size:
-            continue
-        try:
-            output = read_output(reader, node, update, index)
-        except RefusalError as error:
-            refusal = error if refusal.reason is Reason.OUTPUT_NOT_FOUND else refusal
-            continue
-        if output is not None:
-            return furthest(reader, output, update, index)
-    raise refusal
-
-
-def index_size(window: Window) -> int:
-    """Return how many elements an output has."""
-    return window.sizes[ROW] * window.sizes[HEAD] * D
-
-
-def node_size(window: Window, node: Node) -> int:
-    """Return how many elements a node's value has."""
-    total = 1
-    for size in window.shape(node):
-        total *= size
-    return total
-
-
-def furthest(reader: Reader, output: Output, update: Update, index: Index) -> Output:
-    """Follow an output through views and constant factors that nothing else looks into."""
-    while len(output.node.users) == 1:
-        (user,) = output.node.users
-        value = user.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32:
-            return output
-        scaled = user.target in {aten.mul.Tensor, aten.div.Tensor}
-        if not (is_view(user) or scaled) or user.target is aten.cat.default:
-            return output
-        if node_size(reader.window, user) != index_size(reader.window):
-            return output
-        try:
-            further = read_output(reader, user, update, index)
-        except RefusalError:
-            return output
-        if further is None:
-            return output
-        output = further
-    return output
-
-
-def lay_out(
-    window: Window, found: Anchor, update: Update, gate: Gate, beta: Term, output: Output
-) -> Arguments:
-    """Find every argument in memory."""
+def lay_out(core: Core) -> Arguments:
+    """Find every argument of the recurrence in memory."""
+    scope, update, gate, output = core.scope, core.update, core.gate, core.output
     along, across = update.key_axis, update.value_axis
     query = Term(output.query.node, output.query.index)
     key = Term(update.key.node, update.key.index)
     parts = (
-        access(window, query, along),
-        access(window, key, along),
-        access(window, update.value, across),
+        access(scope, query, along),
+        access(scope, key, along),
+        access(scope, update.value, across),
     )
-    logits, bias = gate.logits, bias_access(window, gate, along)
+    logits, bias = gate.logits, bias_access(scope, gate, along)
     if bias is None and gate.bias is not None:
         raise RefusalError(Reason.ARGUMENT_LAYOUT, gate.bias.node, "the gate's bias")
-    a_log = access(window, gate.a_log, None, rows=False)
+    a_log = access(scope, gate.a_log, None, rows=False)
     if a_log.head_stride != 1:
         raise RefusalError(Reason.ARGUMENT_LAYOUT, a_log.node, "A_log is strided")
     arguments = Arguments(
         parts=parts,
-        gate=access(window, logits, along),
-        beta=access(window, beta, None),
+        gate=access(scope, logits, along),
+        beta=access(scope, core.beta, None),
         a_log=a_log,
         bias=bias,
-        pool=found.pool,
-        index=found.index,
-        heads=window.sizes[HEAD],
+        pool=core.anchor.pool,
+        index=core.anchor.index,
+        heads=scope.sizes[HEAD],
         scale=output.scale,
         lower_bound=gate.lower_bound,
         layout=update.layout,
@@ -216,79 +144,69 @@ def lay_out(
     return arguments
 
 
-def bias_access(window: Window, gate: Gate, along: str) -> Access | None:
+def bias_access(scope: Scope, gate: Gate, along: str) -> Access | None:
     """Return where the gate's bias lies, or None where it is not one number per channel."""
     if gate.bias is None:
         return None
     try:
-        bias = access(window, gate.bias, along, rows=False)
+        bias = access(scope, gate.bias, along, rows=False)
     except RefusalError:
         return None
     return bias if bias.head_stride == D else None
 
 
-def result(output: Node, arguments: Arguments) -> tuple[Node, torch.dtype, torch.dtype]:
+def result(output: Node, arguments: Arguments) -> tuple[Node, torch.dtype]:
     """Return the node to replace: the cast to the activation type, if that is all that follows."""
-    items = (*arguments.parts, arguments.gate, arguments.beta)
-    activation = common_dtype([item.node.meta["val"].dtype for item in items])
-    node = output
+    activation, node = arguments.activation, output
     while len(node.users) == 1:
         (user,) = node.users
         if user.target in CASTS and user.meta["val"].dtype is activation:
-            return user, activation, activation
+            return user, activation
         if not is_view(user) or user.target in {aten.cat.default, aten.slice.Tensor}:
             break
         if user.meta["val"].numel() != node.meta["val"].numel() or user.target in CASTS:
             break
         node = user
-    return output, torch.float32, activation
+    return output, torch.float32
 
 
-def inputs_of(*nodes: Node) -> set[Node]:
-    """Return nodes and everything that they are computed from."""
-    reached, pending = set(nodes), list(nodes)
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in reached:
-                reached.add(source)
-                pending.append(source)
-    return reached
-
-
-def region_of(
-    graph: Graph, window: Window, arguments: Arguments, ends: tuple[Node, ...]
-) -> tuple[Node, ...]:
+def region_of(scope: Scope, leaves: dict[Node, str], ends: tuple[Node, ...]) -> tuple[Node, ...]:
     """Return the nodes from the arguments' leaves to the results, in graph order."""
-    stop = set(arguments.leaves)
     reached, pending = set(ends), list(ends)
     while pending:
         for source in pending.pop().all_input_nodes:
-            leaf = window.same.get(source, source) in stop
+            leaf = scope.same.get(source, source) in leaves
             if source not in reached and not leaf and source.op == "call_function":
                 reached.add(source)
                 pending.append(source)
-    return tuple(node for node in graph.nodes if node in reached)
+    return tuple(sorted(reached))
 
 
 def check_users(
-    region: tuple[Node, ...], output: Node, found: Anchor, arguments: Arguments
+    region: tuple[Node, ...],
+    output: Node,
+    pools: dict[str, Anchor],
+    arguments: Arguments | FusedArguments,
 ) -> None:
     """Refuse where something outside needs a value that the operator keeps to itself."""
-    inside = set(region)
+    inside = {*region, *(node for found in pools.values() for node in found.touching)}
+    ends = {output, *(found.write for found in pools.values())}
     rows = from_rows(region, arguments)
     for node in region:
-        if node is output or node is found.write or node not in rows:
+        if node in ends or node not in rows:
             continue
         for user in node.users:
-            if user not in inside and user is not found.back:
+            if user not in inside:
                 raise RefusalError(Reason.INTERMEDIATE_USED, node, f"used by {user.name}")
+    for found in pools.values():
+        for user in found.pool.users if found.index is None else ():
+            if user not in inside:
+                raise outsider(user)
 
 
-def from_rows(region: tuple[Node, ...], arguments: Arguments) -> set[Node]:
+def from_rows(region: tuple[Node, ...], arguments: Arguments | FusedArguments) -> set[Node]:
     """Return the nodes of a region that compute something from a row's inputs or its state."""
-    parameters = {arguments.a_log.node, arguments.bias.node if arguments.bias else None}
-    parameters.add(arguments.index)
-    leaves = set(arguments.leaves) - parameters
+    leaves = {n for n, role in arguments.leaves.items() if role not in PARAMETERS}
     moved = set(leaves)
     computed: set[Node] = set()
     for node in region:

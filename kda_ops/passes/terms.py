@@ -11,53 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from kda_ops.passes.affine import ZERO, Affine, Index, axis, constant, flatten, split
+from kda_ops.passes.nodes import CASTS, RESHAPES, SAME, SPLITS, is_exact_cast, operands
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
-RESHAPES = frozenset(
-    {
-        aten.reshape.default,
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten._reshape_alias.default,
-    }
-)
-SAME = frozenset(
-    {
-        aten.clone.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.contiguous.default,
-        aten.lift_fresh_copy.default,
-    }
-)
-CASTS = frozenset({prims.convert_element_type.default, aten._to_copy.default})
-SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
-AXIS_MOVES = frozenset(
-    {
-        aten.expand.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.squeeze.default,
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.cat.default,
-    }
-)
 ROW = "b"  # the axis of rows: the first of a step's axes
-EXACT = {
-    torch.bfloat16: {torch.float32},
-    torch.float16: {torch.float32},
-    torch.int32: {torch.int64},
-}
 # A symbolic size is stood in for by a large prime: what divides or bounds it then does so for no
 # accidental reason, and one symbol always gets one prime.
 _PRIMES = tuple(n for n in range(1_000_001, 1_001_000, 2) if all(n % d for d in range(3, 1001, 2)))
@@ -72,7 +33,7 @@ class Term:
 
 
 @dataclass
-class Window:
+class Scope:
     """Sizes of the tensors and axes that one attempt at a match talks about.
 
     ``rows_in`` keeps which dimensions of each visited node run over the rows of the step, so that
@@ -139,6 +100,11 @@ class Window:
             return self._piece(node, index)
         if target is aten.cat.default:
             return self._concatenated(node, index)
+        if target in {aten.select_scatter.default, aten.slice_scatter.default}:
+            return self._scattered(node, index)
+        if target is aten.copy.default:
+            source = operands(node)[1]
+            return (source, self.broadcast(source, index)) if is_exact_cast(node, 1) else None
         if not isinstance(source, Node):
             return None
         if target in SAME:
@@ -221,6 +187,25 @@ class Window:
         start = sum(self.number(v.shape[dim]) for v in values[:which])
         return source, (*index[:dim], index[dim] + constant(start), *index[dim + 1 :])
 
+    def _scattered(self, node: Node, index: Index) -> tuple[Node, Index] | None:
+        """Look into what was put into a tensor, or past it, where the index is on one side."""
+        base, part, *rest = operands(node)
+        shape = self.shape(base)
+        dim, start = (rest[0] if rest else 0) % len(shape), rest[1] if len(rest) > 1 else 0
+        selects = node.target is aten.select_scatter.default
+        start = 0 if start is None else start
+        if not isinstance(start, int) or (len(rest) > 3 and rest[3] != 1):
+            return None
+        start = max(start + shape[dim], 0) if start < 0 else start
+        end = start + (1 if selects else self.shape(part)[dim])
+        low, high = index[dim].bounds(self.sizes)
+        if high < start or low >= end:
+            return base, index
+        if low < start or high >= end:
+            return None
+        inside = () if selects else (index[dim] + constant(-start),)
+        return part, (*index[:dim], *inside, *index[dim + 1 :])
+
     def _concatenated(self, node: Node, index: Index) -> tuple[Node, Index] | None:
         """Look into the one piece of a concatenation that the index stays within, if it does."""
         dim = (operands(node)[1] if len(operands(node)) > 1 else 0) % len(index)
@@ -233,49 +218,3 @@ class Window:
                 return piece, (*index[:dim], entry, *index[dim + 1 :])
             start = end
         return None
-
-
-def operands(node: Node) -> tuple[Any, ...]:
-    """Return a node's arguments, which have no better type than Any."""
-    return node.args
-
-
-def repeats(graph: Graph) -> dict[Node, Node]:
-    """Map every node that computes what an earlier node computes to that node."""
-    first: dict[Any, Node] = {}
-    same: dict[Node, Node] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or is_random(node):
-            continue
-        arguments = torch.fx.node.map_arg(
-            (operands(node), dict(node.kwargs)), lambda n: same.get(n, n)
-        )
-        key = (node.target, repr(arguments))
-        if key in first:
-            same[node] = first[key]
-        else:
-            first[key] = node
-    return same
-
-
-def is_random(node: Node) -> bool:
-    """Whether a node may give another value each time, or has an effect."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target is not operator.getitem
-    seeded = torch.Tag.nondeterministic_seeded in node.target.tags
-    return seeded or node.target._schema.is_mutable
-
-
-def is_exact_cast(node: Node) -> bool:
-    """Whether a cast keeps every value."""
-    source = operands(node)[0].meta["val"].dtype
-    target = node.meta["val"].dtype
-    return source == target or target in EXACT.get(source, ())
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node only moves elements or casts them exactly."""
-    if node.target in CASTS:
-        return is_exact_cast(node)
-    known = node.target in RESHAPES | SAME | AXIS_MOVES | SPLITS
-    return known or node.target is operator.getitem

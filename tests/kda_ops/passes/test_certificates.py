@@ -15,14 +15,14 @@ def _no_certificates(monkeypatch):
 
 def misread(monkeypatch, **changes):
     """Let the matcher misread an argument, with everything else as it is."""
-    read = manager.match
+    read = manager.packed_step
 
     def wrong(*arguments):
         step = read(*arguments)
         found = {name: change(step.arguments) for name, change in changes.items()}
         return dataclasses.replace(step, arguments=dataclasses.replace(step.arguments, **found))
 
-    monkeypatch.setattr(manager, "match", wrong)
+    monkeypatch.setattr(manager, "packed_step", wrong)
 
 
 MISREADINGS = {
@@ -57,7 +57,7 @@ def test_a_certificate_that_cannot_be_run_is_a_refusal(step, monkeypatch):
     def broken(**_):
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(certificate, "reference", broken)
+    monkeypatch.setitem(certificate.REFERENCES, "packed_decode", broken)
     captured = step.check_step(step.Spelling())
     assert captured.reasons == ["CERTIFICATE"]
     assert "RuntimeError: out of luck" in captured.findings[0].detail
@@ -67,7 +67,7 @@ def test_a_matcher_that_fails_is_a_refusal(step, monkeypatch):
     def broken(*_):
         raise IndexError("a graph nobody thought of")
 
-    monkeypatch.setattr(manager, "match", broken)
+    monkeypatch.setattr(manager, "read_core", broken)
     captured = step.check_step(step.Spelling())
     assert captured.reasons == ["NOT_UNDERSTOOD"]
 

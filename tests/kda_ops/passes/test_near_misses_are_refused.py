@@ -35,10 +35,6 @@ def norm_missing(x):
     return x
 
 
-def norm_rounded(x):
-    return (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)).bfloat16().float()
-
-
 def gate_overflowing(a, rate):
     return -rate * torch.log1p(a.exp())
 
@@ -67,16 +63,8 @@ def gate_silu(a, rate):
     return -5.0 * F.silu(rate * a)
 
 
-def gate_rounded(a, rate):
-    return (-rate * F.softplus(a)).bfloat16().float()
-
-
 def gate_other_threshold(a, rate):
     return -rate * F.softplus(a, threshold=10)
-
-
-def beta_rounded(beta):
-    return beta.sigmoid().float()
 
 
 def beta_plain(beta):
@@ -179,9 +167,6 @@ NEAR_MISSES = {
     ],
     "NORM_MISSING": [{"unit": norm_missing}],
     "ROUNDING": [
-        {"unit": norm_rounded},
-        {"gate": gate_rounded},
-        {"logits": beta_rounded},
         {"recur": in_bfloat16},
         {"recur": rounded_between},
     ],
@@ -227,7 +212,7 @@ def round_trips_survive(step):
     return sum("convert_element_type" in target for target in captured.targets) == 2
 
 
-REMOVABLE = (norm_rounded, gate_rounded, rounded_between)
+REMOVABLE = (rounded_between,)
 
 
 @pytest.mark.parametrize(("reason", "changes"), CASES)
