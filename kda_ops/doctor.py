@@ -33,6 +33,8 @@ _CUTE_DSL = "CuTe DSL"
 _GPU_OPERATORS = "GPU operators"
 _BACKEND = "compile backend"
 
+_GRAPHS = "graphs capture pools in buffers, StateCache or mark_state_static, else 'mutated inputs'"
+
 _VITAL = (_TORCH, _CPU_OPERATORS)
 
 _REMEDIES = {
@@ -205,7 +207,7 @@ def _cuda(subject: str) -> Finding:
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         devices.append(f"{facts.name} (sm_{facts.major}{facts.minor})")
-    return Finding(subject, State.GOOD, f"CUDA {torch.version.cuda}: {', '.join(devices)}")
+    return Finding(subject, State.GOOD, f"CUDA {torch.version.cuda}: {', '.join(devices)}", _GRAPHS)
 
 
 def _cute_dsl(subject: str) -> Finding:

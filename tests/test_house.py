@@ -149,9 +149,8 @@ def test_tests_are_no_packages_and_have_unique_file_names():
 def test_files_are_small_enough_to_be_read():
     kernels = [*(ROOT / "kernels" / "kda_kernels").rglob("*.h")]
     kernels += [p for p in (ROOT / "kernels").rglob("*") if p.name in ("cpu.cc", "cute.py")]
-    others = {
-        p for folder in ("kda_ops", "kernels", "tests") for p in (ROOT / folder).rglob("*.py")
-    }
+    folders = ("kda_ops", "kernels", "tests", "examples")
+    others = {path for folder in folders for path in (ROOT / folder).rglob("*.py")}
     too_long = [
         f"{path.relative_to(ROOT)}: {lines} lines, at most {limit}"
         for paths, limit in ((set(kernels), 500), (others - set(kernels), 300))
@@ -200,7 +199,7 @@ def test_modules_and_what_they_make_public_have_docstrings(name):
 
 def texts() -> Iterator[Path]:
     """Every text file of the project that its authors wrote."""
-    for folder in ("kda_ops", "kernels", "tests", "docs", ".ci"):
+    for folder in ("kda_ops", "kernels", "tests", "docs", "examples", ".ci"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".png":
                 yield path

@@ -41,3 +41,12 @@ def test_the_decode_loop_example_reuses_slots():
     assert not names["output"][0, 2].any()
     assert not names["state"][0].any()
     assert len(names["free"]) == 14
+
+
+def test_the_example_of_decode_loops_runs():
+    page = Path(__file__).resolve().parents[1] / "docs" / "decode-loops.md"
+    [program] = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.M)
+    names = {}
+    exec(compile(program, page.name, "exec"), names)
+    assert names["x"].shape == (2, 1536)
+    assert names["graphs"].report.padded_calls == {1: 0, 2: 1, 4: 1, 8: 0}

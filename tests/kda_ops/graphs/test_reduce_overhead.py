@@ -5,6 +5,7 @@ tests on CUDA turn every skip of a graph into an error.
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from kda_kernels.plan import CONTRACTS
 from kda_kernels.testing.cases import Case, draw
 from kda_kernels.testing.compare import assert_same_bits
 from kda_kernels.testing.device import on
-from kda_ops import StateCache, StateSpec, mark_state_static
+from kda_ops import StateCache, StateSpec, doctor, mark_state_static
 
 PACKED, FUSED = CONTRACTS[:2]
 HEADS, SLOTS, ROWS = 2, 6, 3
@@ -232,3 +233,15 @@ def test_explain_says_what_to_write_instead(report):
     assert "a buffer of the module" in text
     assert "kda_ops.StateCache" in text
     assert "kda_ops.mark_state_static on the very tensor that you pass" in text
+
+
+def test_the_doctor_says_which_pools_are_captured_where_there_is_a_gpu(monkeypatch):
+    gpu = SimpleNamespace(name="a GPU", major=9, minor=0)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    text = doctor.report([doctor._cuda("CUDA")])
+    assert "a GPU (sm_90)" in text
+    for words in ("'mutated inputs'", "buffers", "StateCache", "mark_state_static"):
+        assert words in text
