@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from kda_ops.passes.affine import Affine, Index, axis, constant
 from kda_ops.passes.algebra import Polynomial, State, Value, equal, has_state
-from kda_ops.passes.anchors import WRITES, Anchor, anchor, flows
+from kda_ops.passes.anchors import WRITES, Anchor, anchor, flows, written
 from kda_ops.passes.core import Core, D, local, row_count
 from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.expression import TAPS_AT_MOST, Reader
@@ -120,7 +120,10 @@ def writes_behind(end: Node) -> Iterator[Node]:
         for source in node.all_input_nodes:
             pool = operands(source)[0] if source.target is aten.index.Tensor else source
             writes = (user for user in pool.users if user.target in WRITES)
-            yield from (user for user in writes if operands(user)[0] is pool)
+            for user in writes:
+                # The epilogue's copy_ stores what another write has made; it is none of its own.
+                if operands(user)[0] is pool and written(user).target not in WRITES:
+                    yield user
 
 
 def check_window(pool: Node) -> None:
