@@ -5,6 +5,7 @@ Nothing is computed or decided here.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -19,6 +20,7 @@ _BOOKKEEPING = frozenset(
     {"getitem", "reshape", "view", "unsqueeze", "split", "split_with_sizes", "slice", "expand"}
 )
 _CODE_WIDTH = 66
+_CONSTANTS = ("scale", "norm_eps", "lower_bound", "first_slot", "state_layout")
 
 
 def region(operations: Sequence[Operation]) -> Iterator[str]:
@@ -43,14 +45,17 @@ def counted(targets: Iterable[str]) -> str:
 def operator(finding: Finding) -> Iterator[str]:
     """The call that a step became; the constants are those found in the graph."""
     arguments = finding.arguments
-    yield f"          {finding.operator}(mixed_qkv, raw_gate, raw_beta, A_log, dt_bias, state,"
-    gate = arguments["lower_bound"]
-    gate = "lower_bound=None" if gate == "softplus" else f"lower_bound={gate}"
-    yield (
-        f"              state_indices, scale={arguments['scale']}, {gate}, "
-        f'first_slot={arguments["first_slot"]}, state_layout="{arguments["state_layout"]}")'
-    )
-    yield "          on the pool itself: each state is read once and written once, in place"
+    tensors = [
+        n for n in arguments if n not in {*_CONSTANTS, "output_dtype"} and arguments[n] != "None"
+    ]
+    lines = textwrap.wrap(", ".join(tensors) + ",", _CODE_WIDTH)
+    bound = "None" if arguments["lower_bound"] == "softplus" else arguments["lower_bound"]
+    told = {**arguments, "lower_bound": bound, "state_layout": f'"{arguments["state_layout"]}"'}
+    lines += textwrap.wrap(", ".join(f"{n}={told[n]}" for n in _CONSTANTS if n in told), 76)
+    yield f"          {finding.operator}("
+    yield from (f"              {line}" for line in lines[:-1])
+    yield f"              {lines[-1]})"
+    yield "          on the pools themselves: each is read once and written once, in place"
 
 
 def opening(setting: Setting, why: str) -> Iterator[str]:

@@ -122,13 +122,17 @@ def test_status_is_one_and_the_fault_is_named(compared, monkeypatch, capsys, wro
 def test_the_report_of_the_rewrite_reads_like_this(compared):
     text = "\n".join(report.rewrite(compared.compiled[REWRITTEN], SIZES.layers))
     # Line numbers move with the model's comments; the tool that accepts snapshots is for ASCII.
-    text = re.sub(r"^ +\d+  ", "      ", text, flags=re.M).replace("×", "x")
+    text = re.sub(r"^ +\d+  ", "      ", text, flags=re.M).replace("×", "x").replace("…", "~")
     expecttest.assert_expected_inline(
         re.sub(r" {2,}(?=[a-z])", "  ", text),
         """\
 Rewritten: 2 of 2 layers
 
-  before  49 operations, from model.py:
+  before  72 operations, from model.py:
+  return torch.rms_norm(input, normalized_shape, weight, eps)  pow, mean, add, rsqrt, mul x2
+  taps = torch.cat([self.window[slots], qkv.unsqueeze(-1)], dim=-1)  index, cat
+  self.window[slots] = taps[..., 1:]  index_put
+  q, k, v = F.silu((taps * self.conv).sum(-1)).chunk(3, dim=-1)  mul, sum, neg, exp, add, div
   q = unit(q.view(heads)) * D**-0.5  mul
   a = (decay + self.dt_bias).view(heads)  add
   keep = torch.exp(-self.A_log.exp()[:, None] * F.softplus(a))  exp x3, neg, gt, log1p, where, mul
@@ -138,12 +142,16 @@ Rewritten: 2 of 2 layers
       S = S + k[..., None] * u[..., None, :]  mul, add
   o = (S * q[..., None]).sum(-2)  mul, sum
   self.state[slots] = S.to(self.state.dtype)  index_put
+  o = F.rms_norm(o, (D,), self.norm, 1e-5) * torch.sigmoid(gate.res~  sigmoid, mul
   return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)  mul x4, sum x2, add x2, rsqrt x2
 
   after   1 operation:
-  kda::packed_decode(mixed_qkv, raw_gate, raw_beta, A_log, dt_bias, state,
-  state_indices, scale=0.0883883, lower_bound=None, first_slot=None, state_layout="kv")
-  on the pool itself: each state is read once and written once, in place
+  kda::fused_decode(
+  x, weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state,
+  state_indices, output_gate, norm_weight,
+  scale=0.0883883, norm_eps=1e-05, lower_bound=None, first_slot=None,
+  state_layout="kv")
+  on the pools themselves: each is read once and written once, in place
   (shown: the first layer; --verbose shows all 2)""",
     )
 
