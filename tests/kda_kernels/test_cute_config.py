@@ -10,9 +10,10 @@ import torch
 from kda_kernels._cute import compile as backend
 from kda_kernels._cute.target import TARGETS, target_of
 from kda_kernels.errors import UnsupportedError
-from kda_kernels.packed_decode.config import schedule
+from kda_kernels.packed_decode.config import SCHEDULES
 from kda_kernels.packed_decode.contract import CONTRACT
 from kda_kernels.packed_decode.launch import adapter, variant_of
+from kda_kernels.schedule import choose
 from kda_kernels.testing.cases import Case, draw, strided
 
 SIZES = {"B": 3, "H": 2, "S": 6}
@@ -32,7 +33,7 @@ def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(layout, 
     for processors in (1, 16, 108, 132, 148):
         for rows in (1, 2, 5, 8, 33, 512, 100_000):
             for heads in (1, 3, 12, 64, 96):
-                cut = schedule(rows, heads, processors, itemsize, layout)
+                cut = choose(SCHEDULES, layout, itemsize, rows, heads, processors)
                 vector = 16 // itemsize
                 keys = 128 if layout == "vk" else cut.tile
                 lanes = keys // vector
@@ -52,8 +53,8 @@ def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(layout, 
 def test_few_rows_are_spread_over_more_blocks_than_many():
     for itemsize in (2, 4):
         for layout in ("vk", "kv"):
-            few = schedule(1, 12, 132, itemsize, layout).splits(layout)
-            many = schedule(512, 64, 132, itemsize, layout).splits(layout)
+            few = choose(SCHEDULES, layout, itemsize, 1, 12, 132).splits(layout)
+            many = choose(SCHEDULES, layout, itemsize, 512, 64, 132).splits(layout)
             assert few >= many
             assert few >= 2
 

@@ -11,11 +11,44 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
-HEAD_DIM = 128
+from kda_kernels._cute.call import VECTOR_BYTES
+
 L2_EPS = 1e-6
 LOG2_E = 1.4426950408889634
-VECTOR_BITS = 128
-"""Widest access of a lane."""
+
+
+def slot_and_liveness(
+    state_indices: cute.Tensor | None, row: Int32, slots: Int64, first_slot: Int64, wraps: bool
+) -> tuple[Int64, Any]:
+    """Return the row's slot and whether it is one; any index value is safe.
+
+    Args:
+        state_indices: [B], or None: row i uses slot i.
+        row: number of the row.
+        slots: of the pool.
+        first_slot: lowest index that is live.
+        wraps: negative indices count from the end.
+    """
+    return slot_rule(
+        index_of(state_indices, row), slots, first_slot, state_indices is not None, wraps
+    )
+
+
+def slot_rule(
+    index: Int64, slots: Int64, first_slot: Int64, indexed: bool, wraps: bool
+) -> tuple[Int64, Any]:
+    """Return the slot that an index names and whether it is one."""
+    if not indexed:
+        return index, index < slots
+    slot = slot_of(index, slots, wraps)
+    return slot, (slot >= first_slot) & (slot < slots)
+
+
+def index_of(state_indices: cute.Tensor | None, row: Int32) -> Int64:
+    """Return what names the row's slot."""
+    if state_indices is None:
+        return Int64(row)
+    return Int64(raw(state_indices.iterator, Int64(row) * state_indices.stride[0]))
 
 
 @dsl_user_op
@@ -115,6 +148,32 @@ def pointer(base: cute.Pointer, offset: Int64, alignment: int) -> cute.Pointer:
     )
 
 
+@dsl_user_op
+def store_in_cluster(
+    place: cute.Pointer, rank: Int32, value: Float32, *, loc: object = None, ip: object = None
+) -> None:
+    """Store into the shared memory of the cluster's block ``rank``, where ``place`` is here."""
+    llvm.inline_asm(
+        None,
+        [
+            place.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            Int32(rank).ir_value(loc=loc, ip=ip),
+            Float32(value).ir_value(loc=loc, ip=ip),
+        ],
+        "{ .reg .u32 there; mapa.shared::cluster.u32 there, $0, $1; "
+        "st.shared::cluster.f32 [there], $2; }",
+        "r,r,f,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
+def vector(base: cute.Pointer, offset: Int64, count: int, alignment: int) -> cute.Tensor:
+    """See ``count`` neighbouring elements, the first at a known alignment, to copy in vectors."""
+    return cute.make_tensor(pointer(base, offset, alignment), cute.make_layout(count))
+
+
 def read(base: cute.Pointer, offset: Int64, count: int, aligned: bool) -> cute.Tensor:
     """Return ``count`` neighbouring elements as float32 registers.
 
@@ -122,10 +181,9 @@ def read(base: cute.Pointer, offset: Int64, count: int, aligned: bool) -> cute.T
     is less; without it they are read one by one.
     """
     width = base.dtype.width
-    step = min(VECTOR_BITS, count * width) // 8 if aligned else width // 8
-    source = cute.make_tensor(pointer(base, offset, step), cute.make_layout(count))
+    step = min(VECTOR_BYTES, count * width // 8) if aligned else width // 8
     raw = cute.make_rmem_tensor((count,), base.dtype)
-    cute.autovec_copy(source, raw)
+    cute.autovec_copy(vector(base, offset, count, step), raw)
     result = cute.make_rmem_tensor((count,), Float32)
     for i in range(count):
         result[i] = Float32(raw[i])
@@ -140,6 +198,14 @@ def raw(base: cute.Pointer, offset: Int64) -> Any:  # noqa: ANN401 - the pointer
 def element(base: cute.Pointer, offset: Int64) -> Float32:
     """Return one element as float32."""
     return Float32(raw(base, offset))
+
+
+def sum_of_squares(values: cute.Tensor) -> Float32:
+    """Return the sum of a lane's squares, each product fused into the sum."""
+    total = Float32(0.0)
+    for i in range(cute.size(values)):
+        total = cute.math.fma(values[i], values[i], total)
+    return total
 
 
 def slot_of(index: Int64, slots: Int64, wraps: bool) -> Int64:

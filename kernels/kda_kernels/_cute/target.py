@@ -20,6 +20,11 @@ class Target:
     arch: str
     capability: tuple[int, int]
 
+    @property
+    def has_clusters(self) -> bool:
+        """Whether blocks can share work through each other's shared memory."""
+        return self.capability >= (9, 0)
+
 
 TARGETS = (
     Target("sm_80", (8, 0)),

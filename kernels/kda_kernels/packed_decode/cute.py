@@ -9,35 +9,15 @@ Not here: which variant a call needs (launch.py), how work is cut (config.py), c
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr, cute
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass import Float32, Int64, const_expr, cute
+from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from kda_kernels._cute import device
-from kda_kernels.packed_decode.config import VECTOR_BYTES
+from kda_kernels._cute import device, key_rows, value_rows
+from kda_kernels._cute.call import VECTOR_BYTES
+from kda_kernels._cute.tracing import MAX_GRID_Y, any_tensor, grid
+from kda_kernels.contract.spec import HEAD_DIM as D
 from kda_kernels.packed_decode.launch import Variant
-
-D = device.HEAD_DIM
-MAX_GRID_Y = 65535
-TYPES = {
-    "float32": Float32,
-    "bfloat16": BFloat16,
-    "float16": Float16,
-    "int32": Int32,
-    "int64": Int64,
-}
-
-
-@cute.jit
-def slot_and_liveness(
-    state_indices: cute.Tensor, row: Int32, slots: Int64, first_slot: Int64, v: cutlass.Constexpr
-) -> tuple[Int64, Any]:
-    """Return the row's slot and whether it is one; any index value is safe."""
-    if const_expr(v.index is None):
-        return Int64(row), Int64(row) < slots
-    index = Int64(device.raw(state_indices.iterator, Int64(row) * state_indices.stride[0]))
-    slot = device.slot_of(index, slots, v.wraps)
-    return slot, (slot >= first_slot) & (slot < slots)
 
 
 @cute.kernel
@@ -55,19 +35,9 @@ def value_rows_kernel(
     first_slot: Int64,
     v: cutlass.Constexpr,
 ) -> None:
-    """Layout vk: a warp owns ``tile`` value rows, its lanes share the keys of each; no barrier.
-
-    A lane holds 16 bytes of each of its rows. The sums over keys of all rows are reduced
-    together, which leaves one row's pair of sums in each group of lanes; that group finishes it.
-    """
-    vector = const_expr(VECTOR_BYTES * 8 // state.element_type.width)
-    lanes = const_expr(D // vector)
-    together = const_expr(32 // lanes)
-    held = const_expr(v.schedule.tile // together)
-    # Value rows whose sums end in one group of lanes, and lanes that hold the same sum.
-    kept = const_expr(max(1, 2 * held // lanes))
-    steps = const_expr((2 * held // kept).bit_length() - 1)
-    spread = const_expr(lanes.bit_length() - 1 - steps)
+    """Layout vk: a warp prepares its token for itself, and no warp waits for another."""
+    cut = const_expr(value_rows.Cut(state.element_type.width, v.schedule.tile))
+    vector, lanes, kept, together = cut.vector, cut.lanes, cut.kept, cut.together
     splits = const_expr(v.schedule.splits("vk"))
     thread, _, _ = cute.arch.thread_idx()
     x, y, z = cute.arch.block_idx()
@@ -75,10 +45,12 @@ def value_rows_kernel(
     lane, warp = thread % 32, thread // 32
     group, key = lane // lanes, lane % lanes
     first = (split * v.schedule.warps + warp) * v.schedule.tile
-    mine = first + ((key >> spread) % (held // kept)) * (kept * together) + group
+    mine = first + cut.finished(key, group)
     heads = state.shape[1]
-    slot, live = slot_and_liveness(state_indices, row, Int64(state.shape[0]), first_slot, v)
-    writes = (key < lanes // 2) & ((key & ((1 << spread) - 1)) == 0)
+    slot, live = device.slot_and_liveness(
+        state_indices, row, Int64(state.shape[0]), first_slot, v.wraps
+    )
+    writes = cut.finishes(key)
     if row < qkv.shape[0]:
         target = cute.make_tensor(
             output.iterator + ((Int64(row) * heads + head) * D + mine),
@@ -88,10 +60,8 @@ def value_rows_kernel(
             base = device.pointer(
                 state.iterator, slot * state.stride[0] + Int64(head) * (D * D), VECTOR_BYTES
             )
-            S = cute.make_tensor(base, cute.make_layout((vector, D, lanes), stride=(1, D, vector)))
-            tile = cute.make_rmem_tensor(cute.make_layout((vector, held)), state.element_type)
-            for i in cutlass.range_constexpr(held):
-                cute.autovec_copy(S[None, first + i * together + group, key], tile[None, i])
+            S = value_rows.view(base, cut)
+            tile = value_rows.load(S, first + group, key, cut)
             token = Int64(row) * qkv.stride[0]
             at = head * D + key * vector
             q = device.read(qkv.iterator, token + at, vector, v.aligned)
@@ -125,36 +95,14 @@ def value_rows_kernel(
                 d[j] = device.decay(a[j] + bias[j], rate, lower_bound, v.softplus)
                 k[j] = k[j] * k_unit
                 q[j] = q[j] * q_unit
-            sums = cute.make_rmem_tensor((2 * held,), Float32)
-            for i in cutlass.range_constexpr(held):
-                sk, sq = Float32(0.0), Float32(0.0)
-                for j in cutlass.range_constexpr(vector):
-                    decayed = Float32(tile[j, i]) * d[j]
-                    sk += decayed * k[j]
-                    sq += decayed * q[j]
-                sums[i] = sk
-                sums[held + i] = sq
-            device.halving_sum(sums, 2 * held, key, lanes // 2, steps)
+            sk, sq = value_rows.sums(tile, d, k, q, key, cut)
             bu = cute.make_rmem_tensor((kept,), Float32)
-            upper = key >= lanes // 2
             for i in cutlass.range_constexpr(kept):
-                total = sums[i]
-                for j in cutlass.range_constexpr(spread):
-                    total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << (spread - 1 - j))
-                other = cute.arch.shuffle_sync_bfly(total, offset=lanes // 2)
-                sk = cutlass.select_(upper, other, total)
-                sq = cutlass.select_(upper, total, other)
-                bu[i] = b * (value[i] - sk)
+                bu[i] = b * (value[i] - sk[i])
                 if writes:
-                    target[i] = output.element_type(sq + bu[i] * kq)
-            for i in cutlass.range_constexpr(held):
-                device.launder_packed(tile[None, i])
-                source = group * lanes + ((i // kept) << spread)
-                bu_row = cute.arch.shuffle_sync(bu[i % kept], source)
-                for j in cutlass.range_constexpr(vector):
-                    tile[j, i] = state.element_type(Float32(tile[j, i]) * d[j] + bu_row * k[j])
-            for i in cutlass.range_constexpr(held):
-                cute.autovec_copy(tile[None, i], S[None, first + i * together + group, key])
+                    target[i] = output.element_type(sq[i] + bu[i] * kq)
+            value_rows.update(tile, d, k, bu, group, cut)
+            value_rows.store(tile, S, first + group, key, cut)
         elif writes:
             for i in cutlass.range_constexpr(kept):
                 target[i] = output.element_type(0.0)
@@ -175,48 +123,23 @@ def key_rows_kernel(
     first_slot: Int64,
     v: cutlass.Constexpr,
 ) -> None:
-    """Layout kv: a block owns ``tile`` value columns, its warps share the 128 key rows.
-
-    The sums run along the strided axis: over a lane's own rows in registers, over the lanes of a
-    warp that hold other rows of the same columns by shuffles, over the warps in shared memory,
-    behind the only barrier. Every warp finishes all columns for itself.
-    """
-    vector = const_expr(VECTOR_BYTES * 8 // state.element_type.width)
-    columns = const_expr(v.schedule.tile)
-    warps = const_expr(v.schedule.warps)
-    lanes = const_expr(columns // vector)
-    together = const_expr(32 // lanes)
-    keys = const_expr(D // warps)
-    held = const_expr(keys // together)
-    steps = const_expr(together.bit_length() - 1)
-    # After the shuffles a lane holds ``share`` of its columns' 2 * vector sums, in whole chunks.
-    share = const_expr(2 * vector // together)
-    chunk = const_expr(min(share, vector))
-    chunks = const_expr(share // chunk)
-    per_sum = const_expr(vector // chunk)
+    """Layout kv: a block owns value columns, every warp finishes all of them for itself."""
+    cut = const_expr(key_rows.Cut(state.element_type.width, v.schedule.warps, v.schedule.tile))
+    vector, columns, keys = cut.vector, cut.columns, cut.keys
     splits = const_expr(v.schedule.splits("kv"))
     thread, _, _ = cute.arch.thread_idx()
     x, y, z = cute.arch.block_idx()
     split, head, row = x % splits, x // splits, y + z * MAX_GRID_Y
     lane, warp = thread % 32, thread // 32
-    group, column = lane // lanes, lane % lanes
+    group, column = lane // cut.lanes, lane % cut.lanes
     heads = state.shape[1]
-    slot, live = slot_and_liveness(state_indices, row, Int64(state.shape[0]), first_slot, v)
+    slot, live = device.slot_and_liveness(
+        state_indices, row, Int64(state.shape[0]), first_slot, v.wraps
+    )
     # By key row: decay, k, q and a filler, so that one access fetches what a row needs.
     smem = SmemAllocator()
     factors = smem.allocate_tensor(Float32, cute.make_layout((4, D)), byte_alignment=16)
-    partial = smem.allocate_tensor(
-        Float32,
-        cute.make_layout(
-            (chunk, per_sum, 2, lanes, warps),
-            stride=(1, chunk, columns, vector, 2 * columns),
-        ),
-        byte_alignment=16,
-    )
-    whole = cute.make_tensor(
-        partial.iterator,
-        cute.make_layout((vector, 2, lanes, warps), stride=(1, columns, vector, 2 * columns)),
-    )
+    partial = key_rows.partial_sums(smem, cut)
     if row < qkv.shape[0]:
         target = cute.make_tensor(
             output.iterator + ((Int64(row) * heads + head) * D + split * columns + column * vector),
@@ -226,14 +149,10 @@ def key_rows_kernel(
             base = device.pointer(
                 state.iterator, slot * state.stride[0] + Int64(head) * (D * D), VECTOR_BYTES
             )
-            S = cute.make_tensor(
-                base, cute.make_layout((vector, D, D // vector), stride=(1, D, vector))
-            )
-            tile = cute.make_rmem_tensor(cute.make_layout((vector, held)), state.element_type)
+            S = key_rows.view(base, cut)
             first = warp * keys + group
-            at = split * lanes + column
-            for i in cutlass.range_constexpr(held):
-                cute.autovec_copy(S[None, first + i * together, at], tile[None, i])
+            at = split * cut.lanes + column
+            tile = key_rows.load(S, first, at, cut)
             token = Int64(row) * qkv.stride[0]
             own = warp * keys + lane % keys
             q_own = device.element(qkv.iterator, token + (head * D + own))
@@ -268,57 +187,21 @@ def key_rows_kernel(
                 made[3] = Float32(0.0)
                 cute.autovec_copy(made, factors[None, own])
             cute.arch.sync_warp()
-            sums = cute.make_rmem_tensor((2 * vector,), Float32)
-            for j in cutlass.range_constexpr(2 * vector):
-                sums[j] = Float32(0.0)
-            factor = cute.make_rmem_tensor((4,), Float32)
-            for i in cutlass.range_constexpr(held):
-                cute.autovec_copy(factors[None, first + i * together], factor)
-                for j in cutlass.range_constexpr(vector):
-                    decayed = Float32(tile[j, i]) * factor[0]
-                    sums[j] += decayed * factor[1]
-                    sums[vector + j] += decayed * factor[2]
-            device.halving_sum(sums, 2 * vector, lane, 16, steps)
-            part = cute.make_rmem_tensor((chunk, chunks), Float32)
-            for j in cutlass.range_constexpr(share):
-                part[j] = sums[j]
-            for c in cutlass.range_constexpr(chunks):
-                n = group * chunks + c
-                cute.autovec_copy(
-                    part[None, c], partial[None, n % per_sum, n // per_sum, column, warp]
-                )
+            key_rows.put_sums(tile, factors, first, (lane, group, column, warp), partial, cut)
             # Read here and not with the rest, to hold 8 registers less while sums are formed.
             values = device.read(
                 qkv.iterator, token + ((2 * heads + head) * D + at * vector), vector, False
             )
             cute.arch.sync_threads()
+            sk, sq = key_rows.get_sums(partial, column, cut)
             bu = cute.make_rmem_tensor((vector,), Float32)
-            sq = cute.make_rmem_tensor((vector,), Float32)
             for j in cutlass.range_constexpr(vector):
-                bu[j] = Float32(0.0)
-                sq[j] = Float32(0.0)
-            got = cute.make_rmem_tensor((vector,), Float32)
-            for w in cutlass.range_constexpr(warps):
-                cute.autovec_copy(whole[None, 0, column, w], got)
-                for j in cutlass.range_constexpr(vector):
-                    bu[j] += got[j]
-                cute.autovec_copy(whole[None, 1, column, w], got)
-                for j in cutlass.range_constexpr(vector):
-                    sq[j] += got[j]
-            for j in cutlass.range_constexpr(vector):
-                bu[j] = b * (values[j] - bu[j])
+                bu[j] = b * (values[j] - sk[j])
             if (warp == 0) & (group == 0):
                 for j in cutlass.range_constexpr(vector):
                     target[j] = output.element_type(sq[j] + bu[j] * kq)
-            for i in cutlass.range_constexpr(held):
-                device.launder_packed(tile[None, i])
-                cute.autovec_copy(factors[None, first + i * together], factor)
-                for j in cutlass.range_constexpr(vector):
-                    tile[j, i] = state.element_type(
-                        Float32(tile[j, i]) * factor[0] + bu[j] * factor[1]
-                    )
-            for i in cutlass.range_constexpr(held):
-                cute.autovec_copy(tile[None, i], S[None, first + i * together, at])
+            key_rows.update(tile, factors, first, bu, cut)
+            key_rows.store(tile, S, first, at, cut)
         elif (warp == 0) & (group == 0):
             for j in cutlass.range_constexpr(vector):
                 target[j] = output.element_type(0.0)
@@ -346,11 +229,7 @@ def packed_decode(
     kernel = const_expr(key_rows_kernel if v.layout == "kv" else value_rows_kernel)
     rows, heads = qkv.shape[0], state.shape[1]
     kernel(*arguments, *scalars).launch(
-        grid=[
-            v.schedule.splits(v.layout) * heads,
-            cutlass.min(rows, MAX_GRID_Y),
-            (rows + MAX_GRID_Y - 1) // MAX_GRID_Y,
-        ],
+        grid=grid(v.schedule.splits(v.layout) * heads, rows),
         block=[v.schedule.warps * 32, 1, 1],
         stream=stream,
         min_blocks_per_mp=v.schedule.min_blocks,
@@ -360,21 +239,8 @@ def packed_decode(
 
 
 def trace(v: Variant) -> tuple[Any, tuple[Any, ...]]:
-    """Return the function of a variant and the arguments to compile it with.
-
-    Shapes and strides are all dynamic and unrelated, so that no legal call fails a check of the
-    compiled function: what the kernel relies on, the contract has checked.
-    """
+    """Return the function of a variant and the arguments to compile it with."""
     names = ("qkv", "gate", "beta", "A_log", "dt_bias", "state", "index", "output")
-    tensors = [_any_tensor(getattr(v, name), v.ranks.get(name, 1)) for name in names]
+    tensors = [any_tensor(getattr(v, name), v.ranks.get(name, 1)) for name in names]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     return packed_decode, (*tensors, Float32(1.0), Float32(-1.0), Int64(0), stream, v)
-
-
-def _any_tensor(dtype: str | None, rank: int) -> Any:  # noqa: ANN401
-    """Return a tensor of a type and rank, None where the variant has none."""
-    if dtype is None:
-        return None
-    shape = tuple(cute.sym_int32() for _ in range(rank))
-    stride = tuple(cute.sym_int64() for _ in range(rank))
-    return make_fake_tensor(TYPES[dtype], shape, stride, assumed_align=TYPES[dtype].width // 8)

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kda_kernels._cute import call
 from kda_kernels._cute import compile as backend
 from kda_kernels._cute.target import Target
 from kda_kernels.contract.example import Kinds, example
-from kda_kernels.packed_decode.config import VECTOR_BYTES, Schedule, schedule, schedules
+from kda_kernels.contract.spec import HEAD_DIM
+from kda_kernels.packed_decode.config import SCHEDULES
 from kda_kernels.packed_decode.contract import CONTRACT
+from kda_kernels.schedule import Schedule, choose, every
 
-HEAD_DIM = 128
 SOURCES = ("packed_decode/cute.py", "packed_decode/config.py", "packed_decode/launch.py")
 """What the compiled code depends on beside the shared files, relative to the package."""
 
@@ -59,7 +61,7 @@ class Variant:
     @property
     def gate_axis(self) -> int:
         """The axis of raw_gate that counts rows."""
-        return 1 if self.ranks["gate"] == 4 else 0
+        return call.row_axis(self.ranks["gate"])
 
     @property
     def beta_axis(self) -> int:
@@ -67,49 +69,58 @@ class Variant:
         return 1 if self.ranks["beta"] == 3 else 0
 
 
-def variant_of(values: Mapping[str, Any], output: torch.dtype, processors: int) -> Variant:
+def variant_of(
+    values: Mapping[str, Any],
+    output: torch.dtype,
+    processors: int,
+    *,
+    clusters: bool = True,
+) -> Variant:
     """Return the variant that serves a call of at least one row.
 
     Args:
         values: the contract's arguments by name.
         output: type of the output.
         processors: streaming multiprocessors of the device.
+        clusters: whether blocks of the device can share work; no schedule of this operator does.
     """
     state, qkv, gate = values["state"], values["mixed_qkv"], values["raw_gate"]
     indices, layout = values["state_indices"], values["state_layout"]
     rows, heads = qkv.shape[0], state.shape[1]
-    cut = schedule(rows, heads, processors, state.element_size(), layout)
+    cut = choose(SCHEDULES, layout, state.element_size(), rows, heads, processors)
     tensors = {
         "qkv": qkv,
         "gate": gate,
         "beta": values["raw_beta"],
-        "A_log": _at_least_one_axis(values["A_log"]),
+        "A_log": call.at_least_one_axis(values["A_log"]),
         "dt_bias": values["dt_bias"],
         "state": state,
         "index": indices,
     }
-    types = {name: None if t is None else _name(t.dtype) for name, t in tensors.items()}
-    ranks = {name: t.dim() for name, t in tensors.items() if t is not None}
     return Variant(
         layout=layout,
         schedule=cut,
         softplus=values["lower_bound"] is None,
         wraps=indices is not None and values["first_slot"] is None,
         # Lanes of the other schedule read single elements of the rows anyway.
-        aligned=layout == "vk" and _rows_are_aligned(qkv, gate, values["dt_bias"]),
-        output=_name(output),
-        ranks=ranks | {"output": 4},
-        **types,  # type: ignore[arg-type]
+        aligned=layout == "vk"
+        and call.are_aligned(((qkv, 0), (gate, call.row_axis(gate.dim()))), values["dt_bias"]),
+        output=call.dtype_name(output),
+        ranks=call.ranks(tensors) | {"output": 4},
+        **call.dtypes(tensors),  # type: ignore[arg-type]
     )
 
 
-def matrix() -> tuple[Variant, ...]:
+def matrix(*, clusters: bool = True) -> tuple[Variant, ...]:
     """Return the default variants: a bundle holds them, tests compile them for every architecture.
 
     They are what serving engines call: bfloat16 rows that start at multiples of 16 bytes, float32
     parameters, int32 indices of which negative ones are padding; both state types, both state
     layouts, both gates, and every schedule that some number of rows, heads and processors leads to.
     Everything is read off example calls, so that a real call of the kind finds its variant.
+
+    Args:
+        clusters: whether blocks of the architecture can share work; no schedule here does.
     """
     found: list[Variant] = []
     states, bounds = (torch.float32, torch.bfloat16), (-5.0, None)
@@ -117,7 +128,7 @@ def matrix() -> tuple[Variant, ...]:
         scalars = {"state_layout": layout, "lower_bound": bound}
         values = example(CONTRACT, kinds=Kinds(state=state), scalars=scalars)
         one = variant_of(values, torch.bfloat16, processors=1)
-        found += [replace(one, schedule=cut) for cut in schedules(state.itemsize, layout)]
+        found += [replace(one, schedule=cut) for cut in every(SCHEDULES, layout, state.itemsize)]
     return tuple(found)
 
 
@@ -140,8 +151,7 @@ def adapter(
     """
     scale = HEAD_DIM**-0.5 if values["scale"] is None else float(values["scale"])
     lower_bound = 0.0 if values["lower_bound"] is None else float(values["lower_bound"])
-    # Every slot number fits in 62 bits; the caller's first_slot may be any integer.
-    first_slot = min(values["first_slot"] or 0, 1 << 62)
+    first_slot = call.slot_number(values["first_slot"])
     flat = values["A_log"].dim() > 0
 
     def packed_decode(
@@ -158,7 +168,7 @@ def adapter(
         _state_layout: str,
         output: Tensor,
     ) -> None:
-        a_log = A_log if flat else _at_least_one_axis(A_log)
+        a_log = A_log if flat else call.at_least_one_axis(A_log)
         head = (mixed_qkv, raw_gate, raw_beta, a_log, dt_bias, state, state_indices, output)
         function(*head, scale, lower_bound, first_slot)
 
@@ -170,23 +180,3 @@ def trace(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
     from kda_kernels.packed_decode import cute  # noqa: PLC0415 - needs CUTLASS
 
     return cute.trace(variant)
-
-
-def _rows_are_aligned(qkv: Tensor, gate: Tensor, dt_bias: Tensor) -> bool:
-    """Tell whether every row of the inputs that lanes read in vectors starts at 16 bytes."""
-    starts = [t.data_ptr() for t in (qkv, gate, dt_bias)]
-    steps = []
-    if qkv.shape[0] > 1:
-        between = (qkv.stride(0), gate.stride(1 if gate.dim() == 4 else 0))
-        steps = [step * qkv.element_size() for step in between]
-    return all(number % VECTOR_BYTES == 0 for number in (*steps, *starts))
-
-
-def _at_least_one_axis(tensor: Tensor) -> Tensor:
-    """Return a scalar tensor as one of one element, others as they are."""
-    return tensor.reshape(1) if tensor.dim() == 0 else tensor
-
-
-def _name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without the package."""
-    return str(dtype).removeprefix("torch.")

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kda_kernels.contract.spec import Operator
+from kda_kernels.contract.spec import Operator, Role
 from kda_kernels.plan import launcher, reference
 from kda_kernels.testing.cases import clone, exact, output_of
 from kda_kernels.testing.compare import (
+    assert_same_bits,
     assert_storage_untouched,
     assert_untouched,
     assert_within_budget,
 )
 from kda_kernels.testing.liveness import footprint
+from kda_kernels.testing.ties import step_off_ties
 
 Values = dict[str, Any]
 
@@ -50,10 +52,11 @@ def launch(operator: Operator, values: Values, output: Tensor) -> Tensor:
 def run_on(
     device: str, operator: Operator, values: Values, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Run a call of the CPU on a device; its state pool becomes what the device made of it."""
+    """Run a call of the CPU on a device; its pools become what the device made of them."""
     there = on(device, values)
     output = launch(operator, there, moved(output_of(operator, values, dtype), device))
-    values["state"] = moved(there["state"], "cpu")
+    for name in _pools(operator):
+        values[name] = moved(there[name], "cpu")
     return output.cpu()
 
 
@@ -61,6 +64,7 @@ def assert_right_on(
     device: str, operator: Operator, values: Values, dtype: torch.dtype | None = None
 ) -> None:
     """Raise AssertionError unless a call is right on a device and touches nothing else there."""
+    step_off_ties(operator, values)
     before, planned = clone(values), clone(values)
     wanted = output_of(operator, planned, dtype)
     reference(operator.name)(*[planned[a.name] for a in operator.abi], wanted)
@@ -72,4 +76,12 @@ def assert_right_on(
         values["state"][slots], planned["state"][slots], exact_state[slots], "state"
     )
     assert_untouched(values["state"], before["state"], slots, "state")
-    assert_storage_untouched(values["state"], before["state"], "state")
+    for name in _pools(operator):
+        assert_storage_untouched(values[name], before[name], name)
+        if name != "state":
+            # A window is moved, not computed.
+            assert_same_bits(values[name], planned[name], name)
+
+
+def _pools(operator: Operator) -> list[str]:
+    return [a.name for a in operator.tensors if a.role is Role.UPDATE]

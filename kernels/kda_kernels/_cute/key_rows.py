@@ -1,0 +1,176 @@
+"""One pass over columns of a state in layout kv: each key's values lie side by side.
+
+Lives here: how a block shares value columns and its warps key rows, and the pass in its parts. The
+sums run along the strided axis: over a lane's own rows in registers, over the lanes of a warp that
+hold other rows of the same columns by shuffles, over the warps in shared memory behind a barrier.
+Not here: where decay, k and q come from, and what becomes of the output (<op>/cute.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Float32, Int32, cute
+from cutlass.memory import SmemAllocator
+
+from kda_kernels._cute import device
+from kda_kernels._cute.call import VECTOR_BYTES
+from kda_kernels.contract.spec import HEAD_DIM
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a block of ``warps`` shares ``columns`` value columns; all numbers are fixed.
+
+    Attributes:
+        width: bits of a state's element.
+        warps: warps of a block; each has 128 / warps key rows.
+        columns: value columns of a block.
+    """
+
+    width: int
+    warps: int
+    columns: int
+
+    @property
+    def vector(self) -> int:
+        """Columns that a lane holds of each of its rows: 16 bytes."""
+        return VECTOR_BYTES * 8 // self.width
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a key row."""
+        return self.columns // self.vector
+
+    @property
+    def together(self) -> int:
+        """Key rows that a warp reads at once, one for each group of lanes."""
+        return 32 // self.lanes
+
+    @property
+    def keys(self) -> int:
+        """Key rows of a warp."""
+        return HEAD_DIM // self.warps
+
+    @property
+    def held(self) -> int:
+        """Key rows of which a lane holds its columns."""
+        return self.keys // self.together
+
+    @property
+    def share(self) -> int:
+        """Sums that a lane holds after the shuffles, of 2 * vector."""
+        return 2 * self.vector // self.together
+
+
+def view(base: cute.Pointer, cut: Cut) -> cute.Tensor:
+    """See the 128x128 state at ``base`` as (vector, key row, lane)."""
+    size, vector = HEAD_DIM, cut.vector
+    return cute.make_tensor(
+        base, cute.make_layout((vector, size, size // vector), stride=(1, size, vector))
+    )
+
+
+def load(S: cute.Tensor, first: Int32, column: Int32, cut: Cut) -> cute.Tensor:
+    """Read a lane's columns of the key rows ``first``, ``first + together``, ... ."""
+    tile = cute.make_rmem_tensor(cute.make_layout((cut.vector, cut.held)), S.element_type)
+    for i in range(cut.held):
+        cute.autovec_copy(S[None, first + i * cut.together, column], tile[None, i])
+    return tile
+
+
+def store(tile: cute.Tensor, S: cute.Tensor, first: Int32, column: Int32, cut: Cut) -> None:
+    """Write what ``load`` read back to where it came from."""
+    for i in range(cut.held):
+        cute.autovec_copy(tile[None, i], S[None, first + i * cut.together, column])
+
+
+def partial_sums(smem: SmemAllocator, cut: Cut) -> cute.Pointer:
+    """Reserve shared memory for every warp's sums."""
+    size = 2 * cut.columns * cut.warps
+    return smem.allocate_tensor(Float32, cute.make_layout(size), byte_alignment=16).iterator
+
+
+def put_sums(
+    tile: cute.Tensor,
+    factors: cute.Tensor,
+    first: Int32,
+    place: tuple[Int32, Int32, Int32, Int32],
+    partial: cute.Pointer,
+    cut: Cut,
+) -> None:
+    """Leave a warp's part of S'k and S'q of its columns in shared memory.
+
+    Args:
+        tile: the lane's state.
+        factors: [4, 128] in shared memory: decay, k and q of each key, and a filler.
+        first: the lane's first key row.
+        place: lane, its group, its column within the block, and its warp.
+        partial: of ``partial_sums``; a barrier makes it complete.
+        cut: how the work is shared.
+    """
+    lane, group, column, warp = place
+    vector, columns, together, share = cut.vector, cut.columns, cut.together, cut.share
+    chunk = min(share, vector)
+    per_sum = vector // chunk
+    parts = cute.make_tensor(
+        partial,
+        cute.make_layout(
+            (chunk, per_sum, 2, cut.lanes, cut.warps),
+            stride=(1, chunk, columns, vector, 2 * columns),
+        ),
+    )
+    both = cute.make_rmem_tensor((2 * vector,), Float32)
+    for j in range(2 * vector):
+        both[j] = Float32(0.0)
+    factor = cute.make_rmem_tensor((4,), Float32)
+    for i in range(cut.held):
+        cute.autovec_copy(factors[None, first + i * together], factor)
+        for j in range(vector):
+            decayed = Float32(tile[j, i]) * factor[0]
+            both[j] += decayed * factor[1]
+            both[vector + j] += decayed * factor[2]
+    device.halving_sum(both, 2 * vector, lane, 16, together.bit_length() - 1)
+    part = cute.make_rmem_tensor((chunk, share // chunk), Float32)
+    for j in range(share):
+        part[j] = both[j]
+    for c in range(share // chunk):
+        n = group * (share // chunk) + c
+        cute.autovec_copy(part[None, c], parts[None, n % per_sum, n // per_sum, column, warp])
+
+
+def get_sums(partial: cute.Pointer, column: Int32, cut: Cut) -> tuple[cute.Tensor, cute.Tensor]:
+    """Return S'k and S'q of a lane's columns, summed over the warps."""
+    vector, columns = cut.vector, cut.columns
+    whole = cute.make_tensor(
+        partial,
+        cute.make_layout(
+            (vector, 2, cut.lanes, cut.warps), stride=(1, columns, vector, 2 * columns)
+        ),
+    )
+    of_k = cute.make_rmem_tensor((vector,), Float32)
+    of_q = cute.make_rmem_tensor((vector,), Float32)
+    for j in range(vector):
+        of_k[j] = Float32(0.0)
+        of_q[j] = Float32(0.0)
+    got = cute.make_rmem_tensor((vector,), Float32)
+    for w in range(cut.warps):
+        cute.autovec_copy(whole[None, 0, column, w], got)
+        for j in range(vector):
+            of_k[j] += got[j]
+        cute.autovec_copy(whole[None, 1, column, w], got)
+        for j in range(vector):
+            of_q[j] += got[j]
+    return of_k, of_q
+
+
+def update(
+    tile: cute.Tensor, factors: cute.Tensor, first: Int32, bu: cute.Tensor, cut: Cut
+) -> None:
+    """Turn the state into S' + k bu^T in place."""
+    factor = cute.make_rmem_tensor((4,), Float32)
+    for i in range(cut.held):
+        device.launder_packed(tile[None, i])
+        cute.autovec_copy(factors[None, first + i * cut.together], factor)
+        for j in range(cut.vector):
+            tile[j, i] = tile.element_type(Float32(tile[j, i]) * factor[0] + bu[j] * factor[1])

@@ -1,0 +1,185 @@
+"""From a call of fused_decode on a GPU to its variant, and to the arguments the variant takes.
+
+Lives here: what is fixed when a kernel is compiled, read off a validated call, and the function
+that receives the contract's arguments. Not here: the kernel (cute.py, which imports CUTLASS and is
+therefore imported only when a variant is compiled) and the schedules (config.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kda_kernels._cute import call
+from kda_kernels._cute import compile as backend
+from kda_kernels._cute.target import Target
+from kda_kernels.contract.example import Kinds, example
+from kda_kernels.contract.spec import HEAD_DIM
+from kda_kernels.fused_decode.config import SCHEDULES, WHOLE_HEADS
+from kda_kernels.fused_decode.contract import CONTRACT
+from kda_kernels.schedule import Schedule, choose, every
+
+SOURCES = (
+    "fused_decode/cute.py",
+    "fused_decode/cute_ring.py",
+    "fused_decode/config.py",
+    "fused_decode/launch.py",
+)
+"""What the compiled code depends on beside the shared files, relative to the package."""
+TENSORS = (
+    *("x", "weight", "conv_state", "raw_gate", "raw_beta", "A_log", "dt_bias", "state"),
+    *("state_indices", "output_gate", "norm_weight", "conv_bias", "output"),
+)
+"""The tensors that a compiled function takes, in its order."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one compiled function is fixed to; rows, slots, heads and strides are dynamic.
+
+    Attributes:
+        layout: ``"vk"`` or ``"kv"``.
+        schedule: how the work is cut.
+        softplus: the gate: softplus, or the lower-bound one.
+        wraps: negative indices count from the end (first_slot None).
+        aligned: lanes may read vectors of rows and parameters.
+        columns: columns of a window.
+        by_channel: windows are DS; otherwise SD.
+        taps_last: weight is channel-major; otherwise tap-major.
+        types: names of the tensors' dtypes, None where the call has no such tensor.
+        ranks: how many axes the tensors have.
+    """
+
+    layout: str
+    schedule: Schedule
+    softplus: bool
+    wraps: bool
+    aligned: bool
+    columns: int
+    by_channel: bool
+    taps_last: bool
+    types: Mapping[str, str | None] = field(hash=False)
+    ranks: Mapping[str, int] = field(hash=False)
+
+    def row_axis(self, name: str) -> int:
+        """Return the axis of raw_gate or output_gate that counts rows."""
+        return call.row_axis(self.ranks[name])
+
+    @property
+    def beta_axis(self) -> int:
+        """The axis of raw_beta that counts rows; heads come next."""
+        return 1 if self.ranks["raw_beta"] == 3 else 0
+
+
+def variant_of(
+    values: Mapping[str, Any], output: torch.dtype, processors: int, *, clusters: bool = True
+) -> Variant:
+    """Return the variant that serves a call of at least one row.
+
+    Args:
+        values: the contract's arguments by name.
+        output: type of the output.
+        processors: streaming multiprocessors of the device.
+        clusters: whether blocks of the device can share a head.
+    """
+    state, x, layout = values["state"], values["x"], values["state_layout"]
+    weight, window, indices = values["weight"], values["conv_state"], values["state_indices"]
+    gate, table = values["raw_gate"], SCHEDULES if clusters else WHOLE_HEADS
+    tensors = {name: values.get(name) for name in TENSORS}
+    tensors["A_log"] = call.at_least_one_axis(values["A_log"])
+    flat = (weight, values["dt_bias"], values["conv_bias"])
+    return Variant(
+        layout=layout,
+        schedule=choose(
+            table, layout, state.element_size(), x.shape[0], state.shape[1], processors
+        ),
+        softplus=values["lower_bound"] is None,
+        wraps=indices is not None and values["first_slot"] is None,
+        aligned=call.are_aligned(((x, 0), (gate, call.row_axis(gate.dim()))), *flat),
+        columns=window.shape[2],
+        by_channel=window.stride(1) != 1,
+        taps_last=weight.stride(2) != 1,
+        types=call.dtypes(tensors) | {"output": call.dtype_name(output)},
+        ranks=call.ranks(tensors) | {"output": 4},
+    )
+
+
+def matrix() -> tuple[Variant, ...]:
+    """Return the default variants: a bundle holds them, tests compile them for every architecture.
+
+    They are what serving engines call: bfloat16 rows that start at multiples of 16 bytes, windows
+    of three columns in either layout, tap-major float32 weights without a bias, int32 indices; both
+    state types, both state layouts, both gates, and every schedule.
+    """
+    found: list[Variant] = []
+    states, bounds, windows = (torch.float32, torch.bfloat16), (-5.0, None), ("SD", "DS")
+    for layout, state, bound, window in itertools.product(("vk", "kv"), states, bounds, windows):
+        scalars = {"state_layout": layout, "lower_bound": bound}
+        values = example(CONTRACT, kinds=Kinds(state=state, window=window), scalars=scalars)
+        one = variant_of(values, torch.bfloat16, processors=1)
+        cuts = dict.fromkeys(
+            (*every(SCHEDULES, layout, state.itemsize), *every(WHOLE_HEADS, layout, state.itemsize))
+        )
+        found += [replace(one, schedule=cut) for cut in cuts]
+    return tuple(found)
+
+
+def kernel(
+    values: Mapping[str, Any], output: torch.dtype, target: Target, device: torch.device
+) -> Callable[..., None]:
+    """Return the function that serves a call's signature and takes the contract's arguments."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    variant = variant_of(values, output, processors, clusters=target.has_clusters)
+    function = backend.load("fused_decode", variant, target, trace, SOURCES)
+    return adapter(function, values)
+
+
+def adapter(function: Callable[..., None], values: Mapping[str, Any]) -> Callable[..., None]:
+    """Wrap a compiled function to take the contract's arguments of one signature.
+
+    Scalars are part of a signature, so they are worked out here, once.
+    """
+    scale = HEAD_DIM**-0.5 if values["scale"] is None else float(values["scale"])
+    lower_bound = 0.0 if values["lower_bound"] is None else float(values["lower_bound"])
+    first_slot = call.slot_number(values["first_slot"])
+    norm_eps = float(values["norm_eps"])
+    flat = values["A_log"].dim() > 0
+
+    def fused_decode(
+        x: Tensor,
+        weight: Tensor,
+        conv_state: Tensor,
+        raw_gate: Tensor,
+        raw_beta: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        state_indices: Tensor | None,
+        state: Tensor,
+        output_gate: Tensor,
+        norm_weight: Tensor,
+        _lower_bound: float | None,
+        _norm_eps: float,
+        conv_bias: Tensor | None,
+        _scale: float | None,
+        _first_slot: int | None,
+        _state_layout: str,
+        output: Tensor,
+    ) -> None:
+        a_log = A_log if flat else call.at_least_one_axis(A_log)
+        head = (x, weight, conv_state, raw_gate, raw_beta, a_log, dt_bias, state, state_indices)
+        tail = (output_gate, norm_weight, conv_bias, output)
+        function(*head, *tail, scale, lower_bound, norm_eps, first_slot)
+
+    return fused_decode
+
+
+def trace(variant: Variant) -> tuple[Any, tuple[Any, ...]]:
+    """Return what the compiler compiles for a variant (imports CUTLASS)."""
+    from kda_kernels.fused_decode import cute  # noqa: PLC0415 - needs CUTLASS
+
+    return cute.trace(variant)

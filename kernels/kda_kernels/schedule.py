@@ -1,0 +1,61 @@
+"""How a kernel's work is cut, and the choice from a table: pure integers, tested without a GPU.
+
+Lives here: what a schedule is and how one is chosen. Not here: the tables, which are an operator's
+own (<op>/config.py), and anything of CUDA or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kda_kernels.contract.spec import HEAD_DIM
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the 128x128 state of one row and head is cut.
+
+    Attributes:
+        warps: warps of a thread block.
+        tile: layout vk: value rows of a warp, so a block holds ``warps * tile`` of 128 rows;
+            layout kv: value columns of a block, whose warps share the 128 key rows.
+        min_blocks: blocks that must fit on a processor together, which bounds the registers.
+        carveout: percentage of the L1 cache that is kept as shared memory.
+    """
+
+    warps: int
+    tile: int
+    min_blocks: int
+    carveout: int
+
+    def splits(self, layout: str) -> int:
+        """Return how many blocks share one row and head."""
+        return HEAD_DIM // (self.tile if layout == "kv" else self.warps * self.tile)
+
+
+Table = Mapping[tuple[str, int], tuple[tuple[float, Schedule], ...]]
+"""By layout and bytes of a state's element: up to how many states (rows * heads) per processor
+which schedule is taken; the last limit is infinite."""
+
+
+def choose(
+    table: Table, layout: str, itemsize: int, rows: int, heads: int, processors: int
+) -> Schedule:
+    """Choose the schedule of a call.
+
+    Args:
+        table: the operator's.
+        layout: ``"vk"`` or ``"kv"``.
+        itemsize: bytes of one element of the state, 4 or 2.
+        rows: rows of the call, 1 or more.
+        heads: heads of the state, 1 or more.
+        processors: streaming multiprocessors of the device.
+    """
+    load = rows * heads / processors
+    return next(choice for limit, choice in table[layout, itemsize] if load < limit)
+
+
+def every(table: Table, layout: str, itemsize: int) -> tuple[Schedule, ...]:
+    """Return every schedule that some call of a layout and state type gets, without repetition."""
+    return tuple(dict.fromkeys(choice for _, choice in table[layout, itemsize]))
