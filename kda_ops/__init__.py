@@ -1,8 +1,8 @@
 """Kimi Delta Attention decode for PyTorch: operators, graph pass, command line.
 
 Importing registers ``torch.ops.kda.*`` and nothing else: no kernel is built, no pass is switched
-on, CUDA is not initialised. The graph pass, caches and graphs are loaded when one of their names is
-first used.
+on, CUDA is not initialised. The graph pass, caches, graphs and warm-up are loaded when one of their
+names is first used.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from kda_kernels.errors import ContractError, DtypeError, OperatorError, Unsuppo
 from kda_ops.ops import fused_kda_decode, packed_fused_kda_decode, packed_kda_decode
 
 if TYPE_CHECKING:
+    from kda_kernels._cute.bundle import load_bundle
     from kda_ops.cache import Memory, StateCache
     from kda_ops.graphs import DecodeGraphs
     from kda_ops.passes import disable, enable, enabled, explain, inductor_options
     from kda_ops.pools import LayerPools, StateSpec, mark_state_static
     from kda_ops.slots import OutOfSlotsError
     from kda_ops.snapshot import Snapshot
+    from kda_ops.warming import warmup
 
 __version__ = "0.1.0"
 
@@ -32,6 +34,8 @@ _LAZY = {
     **dict.fromkeys(("LayerPools", "StateSpec", "mark_state_static"), "kda_ops.pools"),
     **dict.fromkeys(("OutOfSlotsError",), "kda_ops.slots"),
     **dict.fromkeys(("Snapshot",), "kda_ops.snapshot"),
+    "load_bundle": "kda_kernels._cute.bundle",
+    "warmup": "kda_ops.warming",
 }
 
 __all__ = [
@@ -52,9 +56,11 @@ __all__ = [
     "explain",
     "fused_kda_decode",
     "inductor_options",
+    "load_bundle",
     "mark_state_static",
     "packed_fused_kda_decode",
     "packed_kda_decode",
+    "warmup",
 ]
 
 

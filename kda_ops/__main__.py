@@ -51,7 +51,7 @@ def _parser(*, with_demo: bool) -> argparse.ArgumentParser:
     if with_demo:
         _demo_command().add_arguments(demo)
     commands.add_parser("doctor", help="say what was found on this machine and what is missing")
-    commands.add_parser("build", help="compile the CPU kernels now instead of on first use")
+    _add_build(commands.add_parser("build", help="compile kernels now instead of on first use"))
     explain = commands.add_parser("explain", help="say what the graph pass would do to a model")
     explain.add_argument(
         "target",
@@ -59,6 +59,25 @@ def _parser(*, with_demo: bool) -> argparse.ArgumentParser:
         help="a function of no arguments that returns (model, inputs), inputs a tuple of tensors",
     )
     return parser
+
+
+def _add_build(build: argparse.ArgumentParser) -> None:
+    """Add the options of ``build``."""
+    build.description = (
+        "Compile the CPU kernels; with --arch the GPU kernels instead, for GPUs that need not be "
+        "here. Fails where a GPU kernel needs local memory, which spilled registers would."
+    )
+    build.add_argument(
+        "--arch", metavar="LIST", help="architectures, such as sm_90a,sm_100a, or all"
+    )
+    build.add_argument("--out", metavar="DIR", help="write a bundle, for KDA_BUNDLE")
+    build.add_argument(
+        "--with-runtime",
+        action="store_true",
+        help="copy CuTe DSL's runtime library too (44 MB)",
+    )
+    build.add_argument("--report", metavar="FILE", help="write what kernels take, as Markdown")
+    build.add_argument("--processes", metavar="N", type=int, help="compile so many at a time")
 
 
 def _demo_command() -> ModuleType:
@@ -77,9 +96,16 @@ def _doctor(_: argparse.Namespace) -> int:
     return doctor.status(findings)
 
 
-def _build(_: argparse.Namespace) -> int:
+def _build(args: argparse.Namespace) -> int:
     from kda_kernels._cpu import build
 
+    if args.arch is not None:
+        from kda_ops import bundling
+
+        return bundling.run(args)
+    if args.out or args.report or args.with_runtime:
+        print("kda-ops build: --out and what goes with it need --arch", file=sys.stderr)
+        return 2
     try:
         kernels = build.build_all()
     except build.CompilerMissing as missing:

@@ -31,6 +31,7 @@ _CPU_OPERATORS = "CPU operators"
 _CUDA = "CUDA"
 _CUTE_DSL = "CuTe DSL"
 _GPU_OPERATORS = "GPU operators"
+_BUNDLE = "bundle"
 _BACKEND = "compile backend"
 
 _GRAPHS = "graphs capture pools in buffers, StateCache or mark_state_static, else 'mutated inputs'"
@@ -45,6 +46,7 @@ _REMEDIES = {
     _CPU_OPERATORS: "reinstall this package; if that does not help, please report the line above",
     _CUDA: "for a GPU install a CUDA build of torch and NVIDIA's driver",
     _CUTE_DSL: "for GPU kernels: pip install 'kda-ops[cu13]' (or [cu12], as torch's CUDA version)",
+    _BUNDLE: "build it again (kda-ops build --arch ... --out DIR), or unset KDA_BUNDLE",
     _BACKEND: "pip install -e . (torch reads the entry points of installed distributions)",
 }
 
@@ -258,6 +260,19 @@ def _gpu_operators(subject: str) -> Finding:
     return Finding(subject, State.GOOD, f"GPU kernels for {', '.join(with_kernel)}")
 
 
+def _bundle(subject: str) -> Finding:
+    """Look at the bundle of compiled GPU kernels that is in use, if one is."""
+    from kda_kernels._cute import bundle
+
+    found = bundle.selected()  # raises what does not fit
+    if found is None:
+        return Finding(
+            subject, State.ABSENT, "KDA_BUNDLE is not set: GPU kernels are compiled here"
+        )
+    kernels = f"{len(found.objects)} GPU kernels for {', '.join(found.architectures)}"
+    return Finding(subject, State.GOOD, f"{found.directory}: {kernels}")
+
+
 def _backend(subject: str) -> Finding:
     names = {
         point.name: point.value
@@ -278,5 +293,6 @@ _EXAMINERS = {
     _CUDA: _cuda,
     _CUTE_DSL: _cute_dsl,
     _GPU_OPERATORS: _gpu_operators,
+    _BUNDLE: _bundle,
     _BACKEND: _backend,
 }

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Hashable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -194,16 +195,34 @@ def cuda_kernel(operator: Operator, values: dict[str, Any], facts: Facts) -> Ker
             compiled for, CuTe DSL is missing or broken, or a first use falls into stream capture.
     """
     name, first = operator.name, operator.tensors[0].name
-    if importlib.util.find_spec(f"kda_kernels.{name}.cute") is None:
-        rule = "on cpu (this version has no CUDA kernel for this operator)"
-        raise UnsupportedError(name, first, rule, str(facts.device))
+    launch = cuda_launch(operator, str(facts.device))
     from kda_kernels._cute import compile as backend  # noqa: PLC0415 - imported on a miss
 
     target = backend.target_for(name, first, facts.device)
     backend.require(name, first, facts.device)
-    launch = importlib.import_module(f"kda_kernels.{name}.launch")
     kernel: Kernel = launch.kernel(values, facts.output_dtype, target, facts.device)
     return kernel
+
+
+def has_cuda_kernel(name: str) -> bool:
+    """Tell whether an operator has a CUDA kernel in this version; imports nothing."""
+    return importlib.util.find_spec(f"kda_kernels.{name}.cute") is not None
+
+
+def cuda_launch(operator: Operator, where: str) -> ModuleType:
+    """Return an operator's launch module.
+
+    Args:
+        operator: the contract.
+        where: the device or architecture, for the error.
+
+    Raises:
+        UnsupportedError: the operator has no CUDA kernel.
+    """
+    if not has_cuda_kernel(operator.name):
+        rule = "on cpu (this version has no CUDA kernel for this operator)"
+        raise UnsupportedError(operator.name, operator.tensors[0].name, rule, where)
+    return importlib.import_module(f"kda_kernels.{operator.name}.launch")
 
 
 def reference(name: str) -> Kernel:

@@ -1,9 +1,9 @@
 """Kernels compile for every declared architecture on a machine without a GPU, without spills."""
 
-import itertools
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,16 +11,21 @@ import torch
 pytest.importorskip("cutlass.cute", reason="needs CuTe DSL (nvidia-cutlass-dsl)")
 
 from kda_kernels import artifacts
+from kda_kernels._cute import bundle, packing, parallel, runtime
 from kda_kernels._cute import compile as backend
 from kda_kernels._cute.target import TARGETS
 from kda_kernels.packed_decode import launch
 from kda_kernels.packed_decode.contract import CONTRACT
+from kda_kernels.plan import CONTRACTS, has_cuda_kernel
 from kda_kernels.testing.cases import Case, draw
 
 CUOBJDUMP = shutil.which("cuobjdump")
 FEW, MANY = {"B": 1, "H": 1, "S": 2}, {"B": 700, "H": 1, "S": 700}
-LOADS = (1, 100, 160, 250, 400, 600, 1000, 4000)
-"""Rows of one head that reach every schedule of 132 processors."""
+OPERATORS = [contract.name for contract in CONTRACTS if has_cuda_kernel(contract.name)]
+RUN_ON = TARGETS[3]
+"""The architecture that the kernels are claimed to run on: every variant is compiled for it."""
+REGISTERS = 65536
+"""Of a processor, on every architecture."""
 
 
 def variant(sizes, layout, state, **scalars):
@@ -28,40 +33,50 @@ def variant(sizes, layout, state, **scalars):
     return launch.variant_of(draw(CONTRACT, Case(sizes=sizes, **fields)), torch.bfloat16, 132)
 
 
-def resources(code):
-    """Registers, stack, shared memory and local memory of the only kernel of an object."""
-    said = subprocess.run(
-        [CUOBJDUMP, "--dump-resource-usage", str(code)], capture_output=True, text=True, check=True
-    ).stdout
-    (line,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", said)
-    return dict(zip(("registers", "stack", "shared", "local"), map(int, line), strict=True))
+def share(operator, target):
+    """The variants that the suite compiles for an architecture.
+
+    All for the one they run on. Each variant for one of the others: all for all of them take too
+    long here, and are what `kda-ops build --arch all` compiles.
+    """
+    variants = parallel.launch_of(operator).matrix(clusters=target.has_clusters)
+    others = [other for other in TARGETS if other != RUN_ON]
+    return variants if target == RUN_ON else variants[others.index(target) :: len(others)]
 
 
-def matrix():
-    """Every schedule on sm_90a, one of few and one of many rows on the other architectures."""
-    for target in TARGETS:
-        for layout, state in itertools.product(("vk", "kv"), (torch.float32, torch.bfloat16)):
-            many = (state is torch.float32) == (layout == "vk")
-            loads = LOADS if target.arch == "sm_90a" else (LOADS[-1],) if many else (LOADS[0],)
-            wanted = [variant({"B": b, "H": 1, "S": b}, layout, state) for b in loads]
-            # Ranks are a dictionary, so variants are told apart by what they print.
-            for found in {repr(v): v for v in wanted}.values():
-                cut = found.schedule
-                name = f"{target.arch}-{layout}-{found.state}-{cut.warps}x{cut.tile}"
-                yield pytest.param(target, found, id=name)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_architecture_compiles_and_nothing_spills(operator, target):
+    made = launch_all([parallel.Job(operator, v, target) for v in share(operator, target)])
+    assert made
+    for job, facts in made:
+        assert facts["local"] == 0, job
+        cut = job.variant.schedule
+        # sm_86 has room for 16 blocks whatever their size; asking for more bounds nothing.
+        threads = 32 * cut.warps * min(cut.min_blocks, 16)
+        assert facts["registers"] * threads <= REGISTERS, job
+        assert facts["dynamic"] is not None, job
 
 
-@pytest.mark.parametrize(("target", "wanted"), list(matrix()))
-def test_every_architecture_compiles_and_nothing_spills(target, wanted, tmp_path):
+def launch_all(jobs):
+    """Compile jobs in this process: the suite's other worker has the other core."""
+    return [(job, one.facts) for job, one in zip(jobs, parallel.build_all(jobs, 1), strict=True)]
+
+
+@pytest.mark.skipif(CUOBJDUMP is None, reason="needs cuobjdump of a CUDA toolkit")
+@pytest.mark.parametrize("target", [TARGETS[0], RUN_ON, TARGETS[-1]], ids=lambda t: t.arch)
+def test_what_kernels_take_is_what_nvidia_s_tool_reads(target, tmp_path):
+    wanted = variant(FEW, "kv", torch.float32)
     backend.compile_variant(wanted, target, launch.trace, tmp_path)
     (code,) = tmp_path.glob("*.cubin")
     assert target.arch in code.name
-    if CUOBJDUMP is not None:
-        found = resources(code)
-        assert (found["stack"], found["local"]) == (0, 0), found
-        # sm_86 has room for 16 blocks whatever their size; asking for more bounds nothing.
-        threads = 32 * wanted.schedule.warps * min(wanted.schedule.min_blocks, 16)
-        assert found["registers"] * threads <= 65536
+    command = [CUOBJDUMP, "--dump-resource-usage", str(code)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (line,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", said)
+    ((_, facts),) = launch_all([parallel.Job("packed_decode", wanted, target)])
+    registers, stack, shared, local = map(int, line)
+    assert (facts["registers"], facts["shared"]) == (registers, shared)
+    assert facts["local"] == max(stack, local)
 
 
 def test_a_variant_is_compiled_once_and_found_again(monkeypatch, tmp_path):
@@ -76,7 +91,7 @@ def test_a_variant_is_compiled_once_and_found_again(monkeypatch, tmp_path):
     for _ in range(2):
         monkeypatch.setattr(backend, "_LOADED", {})
         for _ in range(2):
-            loaded = backend.load("packed_decode", wanted, TARGETS[3], trace, launch.SOURCES)
+            loaded = backend.load("packed_decode", wanted, RUN_ON, trace, launch.SOURCES)
             assert callable(loaded)
     assert traced == [wanted]
 
@@ -91,3 +106,71 @@ def test_the_key_names_the_architecture_and_changes_with_variant_and_sources():
     }
     assert len(keys) == 4 * len(TARGETS)
     assert all(any(f"-{t.arch}-" in key for t in TARGETS) for key in keys)
+
+
+def test_processes_that_compile_together_fill_the_cache_with_loadable_objects(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv(artifacts.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
+    jobs = [parallel.Job("packed_decode", v, RUN_ON) for v in launch.matrix()[:6]]
+    shared_out = []
+    share_out = parallel._share_out
+    monkeypatch.setattr(
+        parallel, "_share_out", lambda *given: shared_out.append(given) or share_out(*given)
+    )
+    # What workers leave undone would be compiled here.
+    monkeypatch.setattr(parallel, "_build", parallel._found)
+    made = parallel.build_all(jobs, processes=2)
+    assert [len(given[0]) for given in shared_out] == [6]
+    assert all(one.built and one.facts["registers"] for one in made)
+    assert not any(one.built for one in parallel.build_all(jobs))
+    for job in jobs:
+        assert callable(
+            backend.load("packed_decode", job.variant, RUN_ON, launch.trace, launch.SOURCES)
+        )
+
+
+WITHOUT_CUTE_DSL = """
+import importlib.abc, os, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
+            raise ImportError(f"{name} is not to be imported")
+sys.meta_path.insert(0, Blocker())
+os.environ["PATH"] = ""
+import kda_ops
+from kda_kernels._cute import compile as backend
+from kda_kernels._cute.target import TARGETS
+from kda_kernels.errors import UnsupportedError
+from kda_kernels.packed_decode import launch
+found = kda_ops.load_bundle(sys.argv[1])
+variants = launch.matrix()
+load = lambda v: backend.load("packed_decode", v, TARGETS[3], launch.trace, launch.SOURCES)
+print(callable(load(variants[0])), found.runtime)
+try:
+    load(variants[1])
+except UnsupportedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("with_runtime", [False, True], ids=["installed", "own runtime"])
+def test_a_bundle_is_loaded_where_neither_cute_dsl_nor_a_linker_is(with_runtime, tmp_path):
+    job = parallel.Job("packed_decode", launch.matrix()[0], RUN_ON)
+    (made,) = parallel.build_all([job])
+    library = runtime.find()
+    packing.write(
+        tmp_path,
+        bundle.versions(backend.dsl_version(), library.toolkit),
+        {"packed_decode": bundle.source_hash(launch.SOURCES)},
+        [(job.identity, made)],
+        library.path if with_runtime else None,
+    )
+    command = [sys.executable, "-c", WITHOUT_CUTE_DSL, str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    served, missing = done.stdout.splitlines()
+    assert served == f"True {tmp_path / runtime.NAME if with_runtime else library.path}"
+    assert "add it where it is: kda_ops.warmup('packed_decode', ..., arch='sm_90a'" in missing

@@ -121,6 +121,8 @@ def test_without_a_compiler_the_doctor_says_so_and_the_operators_still_run(monke
 def test_a_cute_dsl_that_does_not_import_is_a_finding(error, monkeypatch, tmp_path):
     (tmp_path / "cutlass").mkdir()
     (tmp_path / "cutlass" / "__init__.py").write_text(f"raise {error}('broken on purpose')\n")
+    # CuTe DSL, where it is installed, puts itself before PYTHONPATH.
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = doctor._cute_dsl("CuTe DSL")

@@ -1,8 +1,9 @@
-"""From a variant to a callable: compile for an architecture, link, keep in the cache, load.
+"""From a variant to a callable: find it in a bundle or the cache, else compile, link, keep; load.
 
-Lives here: what a key is made of, compiling without a GPU, linking, loading through TVM-FFI, and
-the errors of a machine or a moment where that cannot be done. Not here: the cache itself
-(artifacts.py), kernels and variants (<op>/), the choice of a backend (plan.py).
+Lives here: what a key is made of, compiling without a GPU, loading through TVM-FFI, and the
+errors of a machine or a moment where that cannot be done. Not here: the cache itself
+(artifacts.py), linking (link.py), bundles (bundle.py), many variants at once (parallel.py), kernels
+and variants (<op>/), the choice of a backend (plan.py).
 """
 
 from __future__ import annotations
@@ -10,14 +11,11 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import re
-import shlex
-import shutil
-import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,8 @@ from typing import Any
 import torch
 
 from kda_kernels import artifacts
+from kda_kernels._cute import bundle, resources, runtime
+from kda_kernels._cute.link import find_linker, link
 from kda_kernels._cute.target import TARGETS, Target, target_of
 from kda_kernels.errors import UnsupportedError
 
@@ -35,7 +35,6 @@ HOW_TO_GET_IT = "pip install 'kda-ops[cu13]' (or [cu12], as torch's CUDA version
 Trace = Callable[[Any], tuple[Any, tuple[Any, ...]]]
 _LOADED: dict[Hashable, Callable[..., None]] = {}
 _LOCK = threading.Lock()
-_LINK_SECONDS = 120
 
 
 def target_for(operator: str, argument: str, device: torch.device) -> Target:
@@ -57,17 +56,21 @@ def target_for(operator: str, argument: str, device: torch.device) -> Target:
 def require(operator: str, argument: str, device: torch.device) -> None:
     """Raise UnsupportedError unless CuTe DSL is installed, new enough, and imports.
 
-    The error names what is missing, the version that was found and how to get the right one.
+    With a bundle in use it may be missing. The error names what is missing, the version that was
+    found and how to get the right one.
+
+    Raises:
+        ContractError: KDA_BUNDLE names a bundle that does not fit.
     """
-    missing = _missing()
-    if missing:
+    lack = "" if bundle.selected() is not None else missing()
+    if lack:
         floor = ".".join(map(str, FLOOR))
         rule = f"on cpu, or CuTe DSL {floor} or newer be installed ({HOW_TO_GET_IT})"
-        raise UnsupportedError(operator, argument, rule, f"{device} and {missing}")
+        raise UnsupportedError(operator, argument, rule, f"{device} and {lack}")
 
 
 @cache
-def _missing() -> str:
+def missing() -> str:
     """Return what is wrong with CuTe DSL in words, an empty string where nothing is."""
     version = dsl_version()
     if version is None and importlib.util.find_spec("cutlass") is None:
@@ -97,7 +100,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def load(
     operator: str, variant: Hashable, target: Target, trace: Trace, sources: Sequence[str]
 ) -> Callable[..., None]:
-    """Return the compiled function of a variant: from this process, the cache, or the compiler.
+    """Return the compiled function of a variant: of this process, the bundle, the cache, or new.
 
     Args:
         operator: its name; also the exported function's.
@@ -108,7 +111,9 @@ def load(
 
     Raises:
         UnsupportedError: the function is not loaded yet and a CUDA graph is being captured, which
-            neither compiling nor loading may happen in.
+            neither compiling nor loading may happen in; or it is not in the bundle and cannot be
+            compiled here.
+        ContractError: the bundle does not fit this machine or this version.
     """
     known = (operator, repr(variant), target)
     found = _LOADED.get(known)
@@ -125,8 +130,8 @@ def _refuse_while_capturing(operator: str) -> None:
     """Raise while the current stream is being captured."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         rule = (
-            "compiled before a CUDA graph is captured: call the operator once outside of the "
-            "capture with the same shapes, dtypes and layouts"
+            "compiled and loaded before a CUDA graph is captured: run kda_ops.warmup(...) for "
+            "these shapes, dtypes and layouts, or call the operator once outside of the capture"
         )
         raise UnsupportedError(operator, "the kernel", rule, "a first use during stream capture")
 
@@ -135,32 +140,82 @@ def _load(
     operator: str, variant: Hashable, target: Target, trace: Trace, sources: Sequence[str]
 ) -> Callable[..., None]:
     """Find or build a variant's shared object and load it."""
-    import tvm_ffi  # noqa: PLC0415
-
-    linker = find_linker()
-    if linker is None:
+    chosen = bundle.selected()
+    if chosen is not None:
+        path = chosen.find(operator, target.arch, repr(variant))
+        if path is not None:
+            return _open(operator, path, chosen.runtime)
+        if missing():
+            rule = (
+                f"in the bundle {chosen.directory} where CuTe DSL is not installed; add it where "
+                f"it is: kda_ops.warmup('{operator}', ..., arch='{target.arch}', bundle=...)"
+            )
+            raise UnsupportedError(operator, "the kernel", rule, f"{variant} for {target.arch}")
+    if find_linker() is None:
         _warn_that_nothing_is_kept()
         return compile_variant(variant, target, trace)
-    made = artifacts.get_or_build(
-        key(operator, variant, target, sources),
-        lambda path: build(operator, compile_variant(variant, target, trace), linker, path),
-    )
-    return tvm_ffi.load_module(str(made.path))[operator]
+    made = build(operator, variant, target, trace, sources)
+    library = runtime.find()
+    return _open(operator, made.path, library.path if library is not None else None)
+
+
+def _open(operator: str, path: Path, library: Path | None) -> Callable[..., None]:
+    """Load a shared object behind the runtime library that it calls."""
+    import tvm_ffi  # noqa: PLC0415 - importing kda_kernels loads no FFI
+
+    if library is not None:
+        runtime.load(library)
+    return tvm_ffi.load_module(str(path))[operator]
+
+
+def is_loaded(operator: str, variant: Hashable, target: Target) -> bool:
+    """Tell whether this process has a variant's function."""
+    return (operator, repr(variant), target) in _LOADED
 
 
 def key(operator: str, variant: Hashable, target: Target, sources: Sequence[str]) -> str:
-    """Return the cache key: sources, versions, where the runtime library is, target, variant."""
+    """Return the cache key: sources, versions, the compiler's toolkit, target, variant."""
     import tvm_ffi  # noqa: PLC0415
 
-    here = Path(__file__).parents[1]
-    files = [*sorted(here.glob("_cute/*.py")), *(here / name for name in sources)]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    facts = (str(dsl_version()), tvm_ffi.__version__, *runtime_libraries(), repr(variant))
+    library = runtime.find()
+    toolkit = library.toolkit if library is not None else None
+    facts = (str(dsl_version()), str(toolkit), tvm_ffi.__version__, repr(variant))
+    digest = hashlib.sha256(bundle.source_hash(sources).encode())
     for fact in facts:
         digest.update(fact.encode() + b"\0")
     return f"{operator}-{target.arch}-{digest.hexdigest()[:32]}"
+
+
+def find(
+    operator: str, variant: Hashable, target: Target, sources: Sequence[str]
+) -> artifacts.Artifact | None:
+    """Return what the cache has of a variant, None where it has nothing; compiles nothing."""
+    return artifacts.look_up(key(operator, variant, target, sources))
+
+
+def build(
+    operator: str, variant: Hashable, target: Target, trace: Trace, sources: Sequence[str]
+) -> artifacts.Artifact:
+    """Return the shared object of a variant from the cache, compiled if it is not there.
+
+    What it takes of a processor is in the artifact's facts (resources.py).
+
+    Raises:
+        UnsupportedError: nothing here links objects.
+    """
+    linker = find_linker()
+    if linker is None:
+        rule = "linked by cc, gcc or clang on PATH (or CC)"
+        raise UnsupportedError(operator, "the kernel", rule, "a machine without one")
+
+    def make(path: Path) -> artifacts.Facts:
+        compiled = compile_variant(variant, target, trace)
+        link(operator, compiled, linker, path)
+        found = resources.read(path.read_bytes())
+        asked = resources.shared_memory_of_launch(str(compiled.ir_module))
+        return replace(found, dynamic=asked).facts()
+
+    return artifacts.get_or_build(key(operator, variant, target, sources), make)
 
 
 def compile_variant(
@@ -177,43 +232,6 @@ def compile_variant(
     if machine_code is not None:
         options += f" --keep-cubin --dump-dir={machine_code}"
     return cute.compile(function, *arguments, options=options)
-
-
-def build(operator: str, compiled: Any, linker: Sequence[str], path: Path) -> None:  # noqa: ANN401
-    """Write a compiled function as a shared object that exports it under the operator's name."""
-    room = path.with_suffix(".o")
-    compiled.export_to_c(str(room), function_name=operator)
-    libraries = runtime_libraries()
-    # The runtime library is found where it was when the object was linked; the key holds the place.
-    places = [f"-Wl,-rpath,{Path(library).parent}" for library in libraries]
-    command = [*linker, "-shared", "-s", "-o", str(path), str(room), *libraries, *places]
-    try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LINK_SECONDS, check=False
-        )
-    finally:
-        room.unlink(missing_ok=True)
-    if ran.returncode != 0:
-        raise RuntimeError(f"{' '.join(linker)} cannot link kda::{operator}:\n{ran.stderr}")
-
-
-def runtime_libraries() -> list[str]:
-    """Return the libraries that every compiled kernel is linked against."""
-    from cutlass.cute.runtime import find_runtime_libraries  # noqa: PLC0415
-
-    libraries: list[str] = find_runtime_libraries(enable_tvm_ffi=True)
-    return libraries
-
-
-def find_linker() -> tuple[str, ...] | None:
-    """Return the compiler driver that links: CC if set, else the first of the usual names."""
-    named = os.environ.get("CC", "").strip()
-    candidates = [shlex.split(named)] if named else [[n] for n in ("cc", "gcc", "clang")]
-    for command in candidates:
-        program = shutil.which(command[0])
-        if program is not None:
-            return (program, *command[1:])
-    return None
 
 
 @cache

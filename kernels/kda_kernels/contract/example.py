@@ -8,7 +8,7 @@ be launched on without reading or writing any slot. Not here: random inputs for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,10 +125,28 @@ def blank(operator: Operator, values: Mapping[str, Any], device: torch.device) -
 def _blank(tensor: Tensor, device: torch.device, *, pool: bool) -> Tensor:
     """Allocate zeros that lie like ``tensor``, which may have no data."""
     shape = (0, *tensor.shape[1:]) if pool else tuple(tensor.shape)
-    steps = zip(shape, tensor.stride(), strict=True)
-    reach = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in steps)
     # Where rows start within 16 bytes decides how they are read; allocations start at multiples.
-    offset = (tensor.storage_offset() * tensor.element_size()) % _ALIGNMENT
-    start = offset // tensor.element_size()
-    flat = torch.zeros(start + reach, dtype=tensor.dtype, device=device)
+    start = tensor.storage_offset() % (_ALIGNMENT // tensor.element_size())
+    flat = torch.zeros(start + _reach(shape, tensor.stride()), dtype=tensor.dtype, device=device)
     return flat.as_strided(shape, tensor.stride(), start)
+
+
+def shadow(tensor: Tensor, address: int = 0) -> Tensor:
+    """Return a tensor on the meta device that lies like ``tensor``.
+
+    Args:
+        tensor: of any device.
+        address: where its data starts; 0: not known, and its offset into the storage tells.
+    """
+    size = tensor.element_size()
+    start = (address % _ALIGNMENT) // size if address else int(tensor.storage_offset())
+    shape, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+    flat = torch.empty(start + _reach(shape, stride), dtype=tensor.dtype, device="meta")
+    return flat.as_strided(shape, stride, start)
+
+
+def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return how many elements a tensor reaches over, from its first to its last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
