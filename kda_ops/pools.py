@@ -28,8 +28,8 @@ class LayerPools(NamedTuple):
         state: [S, H, 128, 128] recurrent states.
         window: [S, 3*H*128, L] convolution windows, oldest column first; L is 0 in a cache without
             windows.
-        page: [S, page_bytes] uint8, of which state and window are views, or None where each of
-            them has an allocation of its own.
+        page: [S, page_bytes / itemsize] in the state's type, of which state and window are views,
+            or None where each of them has an allocation of its own.
     """
 
     state: Tensor
@@ -120,6 +120,21 @@ class StateSpec:
         """Bytes of a slot, over all layers, that hold nothing."""
         return self.slot_bytes - self.layers * (self.window_bytes + self.state_bytes)
 
+    def cut(self, page: Tensor) -> tuple[Tensor, Tensor]:
+        """Return state and window as views of a layer's pages.
+
+        torch.compile refuses a function that receives both views and updates them (one allocation,
+        two types). Give it the pages, and cut inside. Pages change their type as a whole before
+        they are cut: compiled code gets no other order right (torch 2.13).
+        """
+        slots, start = page.shape[0], self.window_bytes // self.state_dtype.itemsize
+        strides = (page.stride(0), D * D, D, 1)
+        state = page.as_strided((slots, self.heads, D, D), strides, start)
+        channel, column = (1, self.channels) if self.window_layout == "SD" else (self.columns, 1)
+        typed = page if self.window_dtype == self.state_dtype else page.view(self.window_dtype)
+        shape = (slots, self.channels, self.columns)
+        return state, typed.as_strided(shape, (typed.stride(0), channel, column), 0)
+
     def to_json(self) -> str:
         """Write the spec as JSON, for files."""
         facts = {n: getattr(self, n) for n in self.__dataclass_fields__}
@@ -151,7 +166,7 @@ def allocated(spec: StateSpec, slots: int, device: torch.device) -> tuple[LayerP
     with torch.inference_mode(False):
         layers = tuple(_layer(spec, slots, device) for _ in range(spec.layers))
     for layer in layers:
-        mark_state_static(layer.state, layer.window)
+        mark_state_static(*(pool for pool in layer if pool is not None))
     return layers
 
 
@@ -181,23 +196,18 @@ def mark_state_static(*pools: Tensor) -> None:
 
 def _layer(spec: StateSpec, slots: int, device: torch.device) -> LayerPools:
     """Allocate one layer, in two pools or in pages."""
-    page = None
-    if spec.page_bytes is None:
-        flat_window = torch.zeros(
-            (slots, spec.channels * spec.columns), dtype=spec.window_dtype, device=device
-        )
-        flat_state = torch.zeros((slots, spec.heads * D * D), dtype=spec.state_dtype, device=device)
+    if spec.page_bytes is not None:
+        width = spec.page_bytes // spec.state_dtype.itemsize
+        page = torch.zeros((slots, width), dtype=spec.state_dtype, device=device)
+        return LayerPools(*spec.cut(page), page)
+    state_shape = (slots, spec.heads, D, D)
+    state = torch.zeros(state_shape, dtype=spec.state_dtype, device=device)
+    axes = (spec.channels, spec.columns)
+    if spec.window_layout == "DS":
+        window = torch.zeros((slots, *axes), dtype=spec.window_dtype, device=device)
     else:
-        page = torch.zeros((slots, spec.page_bytes), dtype=torch.uint8, device=device)
-        end = spec.window_bytes + spec.state_bytes
-        flat_window = page[:, : spec.window_bytes].view(spec.window_dtype)
-        flat_state = page[:, spec.window_bytes : end].view(spec.state_dtype)
-    state = flat_state.unflatten(1, (spec.heads, D, D))
-    if spec.window_layout == "SD":
-        window = flat_window.unflatten(1, (spec.columns, spec.channels)).transpose(1, 2)
-    else:
-        window = flat_window.unflatten(1, (spec.channels, spec.columns))
-    return LayerPools(state, window, page)
+        window = torch.zeros((slots, *reversed(axes)), dtype=spec.window_dtype, device=device).mT
+    return LayerPools(state, window, None)
 
 
 def _named(value: object) -> object:

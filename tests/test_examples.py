@@ -78,6 +78,7 @@ def test_the_compiled_model_in_plain_pytorch_is_rewritten_and_agrees_with_eager(
 
 @pytest.mark.gpu
 def test_the_compiled_model_in_plain_pytorch_is_captured_on_a_gpu(capsys):
+    torch._dynamo.utils.counters.clear()
     with torch._inductor.config.patch({"triton.cudagraph_or_error": True}):
         furthest, states = importlib.import_module("reduce_overhead").main(["--device", "cuda"])
     assert max(furthest, states) < 1e-3

@@ -7,9 +7,13 @@ test_state_cache_sequences.py.
 import dataclasses
 import math
 import pickle
+import re
+from importlib.util import find_spec
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
+from torch.torch_version import TorchVersion
 
 import kda_ops
 from kda_kernels.plan import CONTRACTS
@@ -37,7 +41,7 @@ def scribbled(spec, slots=6, device="cpu"):
     cache.allocate(cache.free)
     for layer in cache.layers:
         if layer.page is not None:
-            layer.page.fill_(0x5A)
+            layer.page.view(torch.uint8).fill_(0x5A)
         layer.state.copy_(torch.randn(layer.state.shape))
         layer.window.copy_(torch.randn(layer.window.shape))
     return cache
@@ -45,16 +49,13 @@ def scribbled(spec, slots=6, device="cpu"):
 
 def contents(cache):
     """Copies of every byte of a cache."""
-    return [
-        [torch.empty(0, dtype=torch.uint8).set_(pool.untyped_storage().cpu()).clone()]
-        for layer in cache.layers
-        for pool in layer[:2]
-    ]
+    storages = [pool.untyped_storage().cpu() for layer in cache.layers for pool in layer[:2]]
+    return [torch.empty(0, dtype=torch.uint8).set_(storage).clone() for storage in storages]
 
 
 def assert_unchanged(cache, before):
     for now, then in zip(contents(cache), before, strict=True):
-        assert torch.equal(now[0], then[0])
+        assert torch.equal(now, then)
 
 
 def step_on(cache, slots, rows, seed=0, device="cpu"):
@@ -122,7 +123,7 @@ def test_n06_decoding_in_a_reused_slot_equals_decoding_in_a_fresh_cache():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_n07_pages_give_the_bits_of_separate_pools_and_their_padding_stays(device):
-    paged, plain = scribbled(StateSpec(1, 2, page_bytes=135744), device=device), None
+    paged = scribbled(StateSpec(1, 2, page_bytes=135744), device=device)
     plain = StateCache(StateSpec(1, 2), 6, device)
     plain.allocate(5)
     plain.layers[0].state.copy_(paged.layers[0].state)
@@ -136,8 +137,31 @@ def test_n07_pages_give_the_bits_of_separate_pools_and_their_padding_stays(devic
         assert_same_bits(outputs[0].cpu(), outputs[1].cpu(), "output")
     assert_same_bits(state.cpu(), plain.layers[0].state.cpu(), "state")
     assert_same_bits(window.cpu(), plain.layers[0].window.cpu(), "window")
-    assert bool((page[:, 4608 + 131072 :] == 0x5A).all())
+    assert bool((page.view(torch.uint8)[:, 4608 + 131072 :] == 0x5A).all())
     assert addresses == (state.data_ptr(), window.data_ptr())
+
+
+@pytest.mark.xfail(
+    TorchVersion(torch.__version__) < (2, 13),
+    reason="torch 2.11 loses one of two updates of one allocation through different types",
+)
+def test_n23_compiled_code_cuts_pages_inside_and_updates_them_in_place():
+    spec = StateSpec(1, 2, page_bytes=135744)
+    cache, twin = scribbled(spec), scribbled(spec)
+    for pool, other in zip(cache.layers[0][:2], twin.layers[0][:2], strict=True):
+        other.copy_(pool)
+    values = draw(FUSED, Case({"B": 2, "H": 2, "S": 6, "L": 3}))
+    values["state_indices"] = cache.indices([5, 2])
+
+    def step(page):
+        state, window = spec.cut(page)
+        return kda_ops.fused_kda_decode(**values | {"state": state, "conv_state": window})
+
+    compiled = torch.compile(step, fullgraph=True)
+    output, (code, *_) = run_and_get_code(compiled, cache.layers[0].page)
+    assert_same_bits(output, step(twin.layers[0].page), "output")
+    assert_same_bits(cache.layers[0].page, twin.layers[0].page, "pages")
+    assert not re.findall(r"empty_strided_cpu\(", code)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,6 +175,8 @@ def test_n05_one_padding_index_is_null_for_every_operator_by_default(device):
         (FUSED, {"conv_state": window}),
         (SPECULATIVE, {"conv_state": window, "state_indices": padding[:, None]}),
     ):
+        if device == "cuda" and find_spec(f"kda_kernels.{contract.name}.cute") is None:
+            continue
         sizes = {"B": 3, "R": 3, "N": 3, "T": 1, "H": 2, "S": 6, "L": 3}
         values = draw(contract, Case(sizes)) | {"state_indices": padding}
         values = on(device, {k: v for k, v in values.items() if k != "first_slot"})
