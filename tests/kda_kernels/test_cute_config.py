@@ -1,8 +1,10 @@
 """What a call on a GPU is compiled to, without a GPU: targets, schedules, variants, errors."""
 
+import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +50,14 @@ def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(layout, 
                 assert threads <= 1024 and cut.min_blocks * threads <= 2048
                 registers = 65536 // (threads * cut.min_blocks)
                 assert held * 4 + 32 <= registers, "the state alone does not fit"
+
+
+@pytest.mark.parametrize("operator", ["packed_decode", "fused_decode"])
+def test_the_sources_that_a_key_hashes_are_there(operator):
+    launch = importlib.import_module(f"kda_kernels.{operator}.launch")
+    room = Path(launch.__file__).parents[1]
+    assert all((room / name).is_file() for name in launch.SOURCES)
+    assert all(name.startswith(f"{operator}/") for name in launch.SOURCES)
 
 
 def test_few_rows_are_spread_over_more_blocks_than_many():

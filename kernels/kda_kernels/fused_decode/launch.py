@@ -24,12 +24,7 @@ from kda_kernels.fused_decode.config import SCHEDULES, WHOLE_HEADS
 from kda_kernels.fused_decode.contract import CONTRACT
 from kda_kernels.schedule import Schedule, choose, every
 
-SOURCES = (
-    "fused_decode/cute.py",
-    "fused_decode/cute_ring.py",
-    "fused_decode/config.py",
-    "fused_decode/launch.py",
-)
+SOURCES = ("fused_decode/cute.py", "fused_decode/config.py", "fused_decode/launch.py")
 """What the compiled code depends on beside the shared files, relative to the package."""
 TENSORS = (
     *("x", "weight", "conv_state", "raw_gate", "raw_beta", "A_log", "dt_bias", "state"),
@@ -109,23 +104,24 @@ def variant_of(
     )
 
 
-def matrix() -> tuple[Variant, ...]:
+def matrix(*, clusters: bool = True) -> tuple[Variant, ...]:
     """Return the default variants: a bundle holds them, tests compile them for every architecture.
 
     They are what serving engines call: bfloat16 rows that start at multiples of 16 bytes, windows
     of three columns in either layout, tap-major float32 weights without a bias, int32 indices; both
     state types, both state layouts, both gates, and every schedule.
+
+    Args:
+        clusters: whether blocks of the architecture can share a head.
     """
     found: list[Variant] = []
+    table = SCHEDULES if clusters else WHOLE_HEADS
     states, bounds, windows = (torch.float32, torch.bfloat16), (-5.0, None), ("SD", "DS")
     for layout, state, bound, window in itertools.product(("vk", "kv"), states, bounds, windows):
         scalars = {"state_layout": layout, "lower_bound": bound}
         values = example(CONTRACT, kinds=Kinds(state=state, window=window), scalars=scalars)
         one = variant_of(values, torch.bfloat16, processors=1)
-        cuts = dict.fromkeys(
-            (*every(SCHEDULES, layout, state.itemsize), *every(WHOLE_HEADS, layout, state.itemsize))
-        )
-        found += [replace(one, schedule=cut) for cut in cuts]
+        found += [replace(one, schedule=cut) for cut in every(table, layout, state.itemsize)]
     return tuple(found)
 
 
