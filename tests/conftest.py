@@ -36,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(run / "inductor")
     os.environ["HF_HOME"] = str(run / "huggingface")
     os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(run / "hypothesis")
     # One process compiles, no pool of helpers is left behind.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     workers = getattr(config.option, "numprocesses", None) or 1
