@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 _PACKAGE = Path(__file__).parents[1]
+_SHARED = ("contract/spec.py", "schedule.py")
 # Files of this folder that no compiled code depends on.
 _HOST_ONLY = ("__init__", "bundle", "packing", "parallel", "runtime", "target")
 IDENTITY = ("operator", "arch", "variant")
@@ -78,15 +79,20 @@ class Bundle:
         return self.objects.get((operator, arch, variant))
 
 
-def source_hash(sources: Sequence[str]) -> str:
-    """Return the hash of everything that an operator's compiled code depends on.
+def source_files(sources: Sequence[str]) -> list[Path]:
+    """Return the files that an operator's compiled code depends on.
 
     Args:
         sources: files of the operator, relative to the package; what all share is added.
     """
     shared = [p for p in sorted(_PACKAGE.glob("_cute/*.py")) if p.stem not in _HOST_ONLY]
+    return [*shared, *(_PACKAGE / name for name in (*_SHARED, *sources))]
+
+
+def source_hash(sources: Sequence[str]) -> str:
+    """Return the hash of the files that an operator's compiled code depends on."""
     digest = hashlib.sha256()
-    for file in (*shared, *(_PACKAGE / name for name in sources)):
+    for file in source_files(sources):
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
 
