@@ -25,6 +25,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,10 @@ def compile_ahead(todo: list[Sizes], ways: tuple[str, ...]) -> None:
     jobs.sort(key=lambda job: -job[0].rows * job[0].heads)
     processes, context = min(12, os.cpu_count() or 1), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _compile_in_this_process) as pool:
-        list(pool.map(_compile_one, *zip(*jobs, strict=True)))
+        try:
+            list(pool.map(_compile_one, *zip(*jobs, strict=True)))
+        except BrokenProcessPool as broken:  # what is missing is compiled when it is called
+            print(f"# compiling ahead: {broken}", file=sys.stderr)
 
 
 def _compile_in_this_process() -> None:
@@ -198,20 +202,27 @@ def main() -> None:
     for size in todo:
         place = {"state": names[size.state_dtype], "heads": size.heads, "rows": size.rows}
         lines += [place | asdict(line) for line in table(size, tuple(options.ways), options.steps)]
+        write(options, facts, lines)  # after each size: a run that is cut short leaves its figures
         if options.device == "cuda":
             torch._dynamo.reset()  # drops what the graph trees hold
             gc.collect()
             torch.cuda.empty_cache()
-    judged = model_goals.verdicts(lines, options.layers)
-    for verdict in judged:
+    for verdict in model_goals.verdicts(lines, options.layers):
         print(f"# {verdict.sentence}")
+
+
+def write(options: argparse.Namespace, facts: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """Write the report of what has been measured, if a file is named."""
     report = {
         "machine": facts,
         "layers": options.layers,
-        "hidden": todo[0].hidden,
+        "hidden": sizes(options)[0].hidden,
         "sources": provenance.source_hashes(("fused_decode", "packed_decode")),
         "kernels": provenance.kernel_hashes(),
-        "goals": [asdict(verdict) | {"met": verdict.met} for verdict in judged],
+        "goals": [
+            asdict(verdict) | {"met": verdict.met}
+            for verdict in model_goals.verdicts(lines, options.layers)
+        ],
         "lines": lines,
     }
     harness.write_json(options.json, report)
