@@ -12,6 +12,8 @@ import torch
 from kda_kernels._cute import compile as backend
 from kda_kernels._cute.target import TARGETS, target_of
 from kda_kernels.errors import UnsupportedError
+from kda_kernels.fused_decode.config import SCHEDULES as FUSED
+from kda_kernels.fused_decode.config import WHOLE_HEADS
 from kda_kernels.packed_decode.config import SCHEDULES
 from kda_kernels.packed_decode.contract import CONTRACT
 from kda_kernels.packed_decode.launch import adapter, variant_of
@@ -31,11 +33,12 @@ def variant(values, output=torch.bfloat16):
 
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(layout, itemsize):
+@pytest.mark.parametrize("table", [SCHEDULES, FUSED, WHOLE_HEADS], ids=["packed", "fused", "whole"])
+def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(table, layout, itemsize):
     for processors in (1, 16, 108, 132, 148):
         for rows in (1, 2, 5, 8, 33, 512, 100_000):
             for heads in (1, 3, 12, 64, 96):
-                cut = choose(SCHEDULES, layout, itemsize, rows, heads, processors)
+                cut = choose(table, layout, itemsize, rows, heads, processors)
                 vector = 16 // itemsize
                 keys = 128 if layout == "vk" else cut.tile
                 lanes = keys // vector
@@ -43,6 +46,8 @@ def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(layout, 
                 held = (cut.tile if layout == "vk" else 128 // cut.warps) // (32 // lanes)
                 assert cut.splits(layout) >= 1
                 assert 128 % (cut.splits(layout)) == 0
+                # Blocks that share a head of fused_decode form a cluster of a portable size.
+                assert table is SCHEDULES or cut.splits(layout) <= (8 if table is FUSED else 1)
                 assert held >= 1 and held & (held - 1) == 0
                 if layout == "kv":
                     assert 32 // lanes <= 2 * vector, "more lanes than sums"
@@ -114,6 +119,14 @@ def test_rows_are_read_in_vectors_exactly_when_every_row_starts_at_16_bytes():
     # The alignment of what is read element by element does not matter.
     for name in ("raw_beta", "A_log"):
         assert variant(values | {name: strided(values[name], 0, 0, 1)}).aligned
+
+
+def test_launches_overlap_on_hopper_and_newer_unless_switched_off(monkeypatch):
+    monkeypatch.delenv("KDA_PDL", raising=False)
+    assert variant(call()).overlaps
+    assert not variant_of(call(), torch.bfloat16, 108, clusters=False).overlaps
+    monkeypatch.setenv("KDA_PDL", "0")
+    assert not variant(call()).overlaps
 
 
 def test_a_single_row_s_stride_does_not_matter():

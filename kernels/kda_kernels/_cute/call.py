@@ -6,11 +6,13 @@ here: variants (<op>/launch.py) and schedules (<op>/config.py).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+OVERLAP_VARIABLE = "KDA_PDL"
 VECTOR_BYTES = 16
 """One access of a lane, the widest there is."""
 
@@ -58,3 +60,11 @@ def are_aligned(rows: Sequence[tuple[Tensor, int]], *flat: Tensor | None) -> boo
 def slot_number(first_slot: int | None) -> int:
     """Return first_slot as the kernels take it: any integer, cut to what 62 bits hold."""
     return min(first_slot or 0, 1 << 62)
+
+
+def overlaps(clusters: bool) -> bool:
+    """Tell whether launches overlap with the end of the kernel before, as Hopper and newer can.
+
+    ``KDA_PDL=0`` in the environment switches it off; it is read when a signature is new.
+    """
+    return clusters and os.environ.get(OVERLAP_VARIABLE, "") != "0"

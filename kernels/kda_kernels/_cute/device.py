@@ -17,6 +17,18 @@ L2_EPS = 1e-6
 LOG2_E = 1.4426950408889634
 
 
+def wait_for_the_kernel_before(overlaps: bool) -> None:
+    """Wait until all that the stream did before is done, where blocks may start earlier."""
+    if overlaps:
+        cute.arch.griddepcontrol_wait()
+
+
+def let_the_next_kernel_start(overlaps: bool) -> None:
+    """Allow blocks of the next kernel to start; those that overlap wait for this kernel's end."""
+    if overlaps:
+        cute.arch.griddepcontrol_launch_dependents()
+
+
 def slot_and_liveness(
     state_indices: cute.Tensor | None, row: Int32, slots: Int64, first_slot: Int64, wraps: bool
 ) -> tuple[Int64, Any]:

@@ -197,6 +197,7 @@ def value_rows_kernel(
     """Layout vk: a warp owns value rows whole; blocks share a head by value rows."""
     cut = const_expr(value_rows.Cut(state.element_type.width, v.schedule.tile))
     warps, splits = const_expr(v.schedule.warps), const_expr(v.schedule.splits("vk"))
+    device.wait_for_the_kernel_before(v.overlaps)
     thread, _, _ = cute.arch.thread_idx()
     index, y, z = cute.arch.block_idx()
     split, head, row = index % splits, index // splits, y + z * MAX_GRID_Y
@@ -230,6 +231,7 @@ def value_rows_kernel(
             )
             S = value_rows.view(base, cut)
             tile = value_rows.load(S, first + group, key, cut)
+            device.let_the_next_kernel_start(v.overlaps)
             slot_window = device.pointer(
                 conv_state.iterator, slot * conv_state.stride[0], convolution.SLOT_BYTES
             )
@@ -322,6 +324,7 @@ def key_rows_kernel(
     """Layout kv: a block owns value columns and every warp finishes all of them for itself."""
     cut = const_expr(key_rows.Cut(state.element_type.width, v.schedule.warps, v.schedule.tile))
     vector, columns, splits = cut.vector, cut.columns, const_expr(v.schedule.splits("kv"))
+    device.wait_for_the_kernel_before(v.overlaps)
     thread, _, _ = cute.arch.thread_idx()
     index, y, z = cute.arch.block_idx()
     split, head, row = index % splits, index // splits, y + z * MAX_GRID_Y
@@ -356,6 +359,7 @@ def key_rows_kernel(
             first = warp * cut.keys + group
             at = split * cut.lanes + column
             tile = key_rows.load(S, first, at, cut)
+            device.let_the_next_kernel_start(v.overlaps)
             slot_window = device.pointer(
                 conv_state.iterator, slot * conv_state.stride[0], convolution.SLOT_BYTES
             )
@@ -450,6 +454,7 @@ def fused_decode(
         block=[v.schedule.warps * 32, 1, 1],
         cluster=const_expr([splits, 1, 1] if splits > 1 else None),
         stream=stream,
+        use_pdl=v.overlaps,
         min_blocks_per_mp=v.schedule.min_blocks,
         # Naming it keeps the compiler from asking a driver, which a machine without a GPU lacks.
         preferred_smem_carveout=v.schedule.carveout,

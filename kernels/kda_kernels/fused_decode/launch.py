@@ -42,6 +42,7 @@ class Variant:
         schedule: how the work is cut.
         softplus: the gate: softplus, or the lower-bound one.
         wraps: negative indices count from the end (first_slot None).
+        overlaps: blocks start while the kernel before ends (programmatic dependent launch).
         aligned: lanes may read vectors of rows and parameters.
         columns: columns of a window.
         by_channel: windows are DS; otherwise SD.
@@ -54,6 +55,7 @@ class Variant:
     schedule: Schedule
     softplus: bool
     wraps: bool
+    overlaps: bool
     aligned: bool
     columns: int
     by_channel: bool
@@ -80,7 +82,8 @@ def variant_of(
         values: the contract's arguments by name.
         output: type of the output.
         processors: streaming multiprocessors of the device.
-        clusters: whether blocks of the device can share a head.
+        clusters: whether the device is of the architectures whose blocks can share a head and
+            whose launches can overlap, Hopper and newer.
     """
     state, x, layout = values["state"], values["x"], values["state_layout"]
     weight, window, indices = values["weight"], values["conv_state"], values["state_indices"]
@@ -95,6 +98,7 @@ def variant_of(
         ),
         softplus=values["lower_bound"] is None,
         wraps=indices is not None and values["first_slot"] is None,
+        overlaps=call.overlaps(clusters),
         aligned=call.are_aligned(((x, 0), (gate, call.row_axis(gate.dim()))), *flat),
         columns=window.shape[2],
         by_channel=window.stride(1) != 1,
@@ -112,7 +116,7 @@ def matrix(*, clusters: bool = True) -> tuple[Variant, ...]:
     state types, both state layouts, both gates, and every schedule.
 
     Args:
-        clusters: whether blocks of the architecture can share a head.
+        clusters: as in :func:`variant_of`.
     """
     found: list[Variant] = []
     table = SCHEDULES if clusters else WHOLE_HEADS
@@ -120,7 +124,7 @@ def matrix(*, clusters: bool = True) -> tuple[Variant, ...]:
     for layout, state, bound, window in itertools.product(("vk", "kv"), states, bounds, windows):
         scalars = {"state_layout": layout, "lower_bound": bound}
         values = example(CONTRACT, kinds=Kinds(state=state, window=window), scalars=scalars)
-        one = variant_of(values, torch.bfloat16, processors=1)
+        one = variant_of(values, torch.bfloat16, processors=1, clusters=clusters)
         found += [replace(one, schedule=cut) for cut in every(table, layout, state.itemsize)]
     return tuple(found)
 

@@ -39,6 +39,7 @@ def value_rows_kernel(
     cut = const_expr(value_rows.Cut(state.element_type.width, v.schedule.tile))
     vector, lanes, kept, together = cut.vector, cut.lanes, cut.kept, cut.together
     splits = const_expr(v.schedule.splits("vk"))
+    device.wait_for_the_kernel_before(v.overlaps)
     thread, _, _ = cute.arch.thread_idx()
     x, y, z = cute.arch.block_idx()
     split, head, row = x % splits, x // splits, y + z * MAX_GRID_Y
@@ -62,6 +63,7 @@ def value_rows_kernel(
             )
             S = value_rows.view(base, cut)
             tile = value_rows.load(S, first + group, key, cut)
+            device.let_the_next_kernel_start(v.overlaps)
             token = Int64(row) * qkv.stride[0]
             at = head * D + key * vector
             q = device.read(qkv.iterator, token + at, vector, v.aligned)
@@ -127,6 +129,7 @@ def key_rows_kernel(
     cut = const_expr(key_rows.Cut(state.element_type.width, v.schedule.warps, v.schedule.tile))
     vector, columns, keys = cut.vector, cut.columns, cut.keys
     splits = const_expr(v.schedule.splits("kv"))
+    device.wait_for_the_kernel_before(v.overlaps)
     thread, _, _ = cute.arch.thread_idx()
     x, y, z = cute.arch.block_idx()
     split, head, row = x % splits, x // splits, y + z * MAX_GRID_Y
@@ -153,6 +156,7 @@ def key_rows_kernel(
             first = warp * keys + group
             at = split * cut.lanes + column
             tile = key_rows.load(S, first, at, cut)
+            device.let_the_next_kernel_start(v.overlaps)
             token = Int64(row) * qkv.stride[0]
             own = warp * keys + lane % keys
             q_own = device.element(qkv.iterator, token + (head * D + own))
@@ -232,6 +236,7 @@ def packed_decode(
         grid=grid(v.schedule.splits(v.layout) * heads, rows),
         block=[v.schedule.warps * 32, 1, 1],
         stream=stream,
+        use_pdl=v.overlaps,
         min_blocks_per_mp=v.schedule.min_blocks,
         # Naming it keeps the compiler from asking a driver, which a machine without a GPU lacks.
         preferred_smem_carveout=v.schedule.carveout,

@@ -37,6 +37,7 @@ class Variant:
         schedule: how the work is cut.
         softplus: the gate: softplus, or the lower-bound one.
         wraps: negative indices count from the end (first_slot None).
+        overlaps: blocks start while the kernel before ends (programmatic dependent launch).
         aligned: lanes may read vectors of mixed_qkv, raw_gate and dt_bias.
         qkv, gate, beta, A_log, dt_bias, state, index, output: names of dtypes; index is None where
             there are no indices.
@@ -47,6 +48,7 @@ class Variant:
     schedule: Schedule
     softplus: bool
     wraps: bool
+    overlaps: bool
     aligned: bool
     qkv: str
     gate: str
@@ -82,7 +84,8 @@ def variant_of(
         values: the contract's arguments by name.
         output: type of the output.
         processors: streaming multiprocessors of the device.
-        clusters: whether blocks of the device can share work; no schedule of this operator does.
+        clusters: whether the device is of the architectures whose blocks can share work and whose
+            launches can overlap, Hopper and newer.
     """
     state, qkv, gate = values["state"], values["mixed_qkv"], values["raw_gate"]
     indices, layout = values["state_indices"], values["state_layout"]
@@ -102,6 +105,7 @@ def variant_of(
         schedule=cut,
         softplus=values["lower_bound"] is None,
         wraps=indices is not None and values["first_slot"] is None,
+        overlaps=call.overlaps(clusters),
         # Lanes of the other schedule read single elements of the rows anyway.
         aligned=layout == "vk"
         and call.are_aligned(((qkv, 0), (gate, call.row_axis(gate.dim()))), values["dt_bias"]),
@@ -120,14 +124,14 @@ def matrix(*, clusters: bool = True) -> tuple[Variant, ...]:
     Everything is read off example calls, so that a real call of the kind finds its variant.
 
     Args:
-        clusters: whether blocks of the architecture can share work; no schedule here does.
+        clusters: as in :func:`variant_of`.
     """
     found: list[Variant] = []
     states, bounds = (torch.float32, torch.bfloat16), (-5.0, None)
     for layout, state, bound in itertools.product(("vk", "kv"), states, bounds):
         scalars = {"state_layout": layout, "lower_bound": bound}
         values = example(CONTRACT, kinds=Kinds(state=state), scalars=scalars)
-        one = variant_of(values, torch.bfloat16, processors=1)
+        one = variant_of(values, torch.bfloat16, processors=1, clusters=clusters)
         found += [replace(one, schedule=cut) for cut in every(SCHEDULES, layout, state.itemsize)]
     return tuple(found)
 
@@ -137,7 +141,7 @@ def kernel(
 ) -> Callable[..., None]:
     """Return the function that serves a call's signature and takes the contract's arguments."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    variant = variant_of(values, output, processors)
+    variant = variant_of(values, output, processors, clusters=target.has_clusters)
     function = backend.load("packed_decode", variant, target, trace, SOURCES)
     return adapter(function, variant, values)
 
