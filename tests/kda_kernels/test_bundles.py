@@ -289,3 +289,10 @@ def test_a_variant_that_is_not_in_the_bundle_is_compiled_where_cute_dsl_is(
     assert compiled == []
     assert callable(load(VARIANTS[1]))
     assert compiled == [VARIANTS[1]]
+
+
+def test_a_first_use_while_a_graph_is_captured_names_the_warm_up(in_use, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"run kda_ops\.warmup\(\.\.\.\) for these shapes"):
+        load(VARIANTS[0])

@@ -24,7 +24,7 @@ import torch
 
 from kda_kernels import artifacts
 from kda_kernels._cute import bundle, resources, runtime
-from kda_kernels._cute.link import find_linker, link
+from kda_kernels._cute.link import find_linker, libraries, link
 from kda_kernels._cute.target import TARGETS, Target, target_of
 from kda_kernels.errors import UnsupportedError
 
@@ -156,15 +156,14 @@ def _load(
         return compile_variant(variant, target, trace)
     made = build(operator, variant, target, trace, sources)
     library = runtime.find()
-    return _open(operator, made.path, library.path if library is not None else None)
+    return _open(operator, made.path, library.path if library else Path(libraries()[0]))
 
 
-def _open(operator: str, path: Path, library: Path | None) -> Callable[..., None]:
+def _open(operator: str, path: Path, library: Path) -> Callable[..., None]:
     """Load a shared object behind the runtime library that it calls."""
     import tvm_ffi  # noqa: PLC0415 - importing kda_kernels loads no FFI
 
-    if library is not None:
-        runtime.load(library)
+    runtime.load(library)
     return tvm_ffi.load_module(str(path))[operator]
 
 

@@ -22,12 +22,9 @@ def link(operator: str, compiled: Any, linker: Sequence[str], path: Path) -> Non
     The object names the runtime library and TVM-FFI's library, and no folder: both are loaded
     before it.
     """
-    from cutlass.cute.runtime import find_runtime_libraries  # noqa: PLC0415
-
     room = path.with_suffix(".o")
     compiled.export_to_c(str(room), function_name=operator)
-    libraries: list[str] = find_runtime_libraries(enable_tvm_ffi=True)
-    command = [*linker, "-shared", "-s", "-o", str(path), str(room), *libraries]
+    command = [*linker, "-shared", "-s", "-o", str(path), str(room), *libraries()]
     try:
         ran = subprocess.run(
             command, capture_output=True, text=True, timeout=_LINK_SECONDS, check=False
@@ -36,6 +33,14 @@ def link(operator: str, compiled: Any, linker: Sequence[str], path: Path) -> Non
         room.unlink(missing_ok=True)
     if ran.returncode != 0:
         raise RuntimeError(f"{' '.join(linker)} cannot link kda::{operator}:\n{ran.stderr}")
+
+
+def libraries() -> list[str]:
+    """Return the libraries that every compiled kernel calls: CuTe DSL's runtime, then TVM-FFI's."""
+    from cutlass.cute.runtime import find_runtime_libraries  # noqa: PLC0415
+
+    found: list[str] = find_runtime_libraries(enable_tvm_ffi=True)
+    return found
 
 
 def find_linker() -> tuple[str, ...] | None:
