@@ -192,6 +192,12 @@ def test_a_blank_call_writes_zeros_to_its_output_and_nothing_else():
         (("packed_decode",), {"device": "cpu", "window": 3}, TypeError, "no option window; it has"),
         (("packed_decode",), {"device": "cpu", **ON_H200}, TypeError, "one of device and arch"),
         (("packed_decode",), {"device": "cpu", "bundle": "x"}, TypeError, "belong to arch"),
+        (
+            ("fused_decode",),
+            {"device": "cpu", "conv_layout": "sd"},
+            ValueError,
+            "'sd' is no layout",
+        ),
         (("packed_decode", 1), {}, TypeError, "inputs belong to a function"),
         ((kda_ops.packed_kda_decode, 1), {"rows": 1}, TypeError, "belong to an operator's name"),
         (

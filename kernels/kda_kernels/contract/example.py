@@ -17,6 +17,8 @@ from torch import Tensor
 
 from kda_kernels.contract.spec import Layout, Operator, Role, TensorArg
 
+WINDOWS = ("SD", "DS")
+TAPS = ("tap-major", "channel-major")
 _ALIGNMENT = 16
 
 
@@ -43,6 +45,12 @@ class Kinds:
     window: str = "SD"
     taps: str = "tap-major"
     conv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse the name of a layout that does not exist."""
+        for given, known in ((self.window, WINDOWS), (self.taps, TAPS)):
+            if given not in known:
+                raise ValueError(f"{given!r} is no layout: {' or '.join(map(repr, known))}")
 
 
 def example(
