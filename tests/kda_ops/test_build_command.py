@@ -1,5 +1,8 @@
 """`kda-ops build --arch`: what it compiles, prints, writes, refuses; what the doctor says of it."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from kda_kernels._cute import bundle, runtime
@@ -8,6 +11,7 @@ from kda_kernels.artifacts import Artifact
 from kda_ops import bundling, doctor
 from kda_ops.__main__ import main
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 FACTS = {"registers": 64, "local": 0, "shared": 1024, "dynamic": 2048}
 
 
@@ -101,6 +105,18 @@ def test_the_report_has_a_row_for_every_variant_and_a_column_for_every_architect
         assert len(rows) == len(set(rows)) == len(variants)
         assert columns[-len(TARGETS) :] == [target.arch for target in TARGETS]
         assert all("64 / 3072" in row for row in rows)
+
+
+def test_the_recorded_page_is_of_every_operator_and_architecture_and_the_pinned_compiler():
+    page = (DOCS / "compiled.md").read_text("utf-8")
+    recorded = {operator: columns for operator, columns, _ in tables(page)}
+    assert recorded.keys() == {job.operator for job in bundling.matrix(TARGETS[0])}
+    for columns in recorded.values():
+        assert columns[-len(TARGETS) :] == [target.arch for target in TARGETS]
+    constraints = (DOCS.parent / "constraints.txt").read_text("utf-8")
+    pinned = re.search(r"^nvidia-cutlass-dsl==(.+)$", constraints, re.MULTILINE)
+    assert f"CuTe DSL {pinned[1]}," in page
+    assert "Local memory of a thread, where spilled registers would be: 0 bytes at most" in page
 
 
 def test_the_doctor_names_the_bundle_in_use_or_what_is_wrong_with_it(
