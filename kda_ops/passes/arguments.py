@@ -1,190 +1,42 @@
-"""Lays elements out as the operator's arguments.
+"""Lays the recurrence out as the operators' arguments.
 
-Lives here: finding that q, k and v are three parts of one packed row, or making it so, and the
-views that lead from a node to an argument, built once as data and then emitted both into the graph
-and, for the certificate, on real tensors. Not here: deciding what is q (delta_rule.py).
+Lives here: which element becomes which argument, finding that q, k and v are three parts of one
+packed row, or making it so. Not here: deciding what is q (delta_rule.py), and the views themselves
+(access.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from kda_ops.passes.affine import flatten
-from kda_ops.passes.delta_rule import HEAD
-from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.terms import ROW, Scope, Term
+from kda_ops.passes.access import (
+    Access,
+    D,
+    Emitter,
+    by_channel,
+    by_head,
+    cast,
+    common_dtype,
+    packed,
+    parameter,
+    row_view,
+    unit_stride,
+)
 
 aten = torch.ops.aten
-D = 128
-ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class Emitter(Protocol):
-    """Calls operations: as new nodes of a graph, or at once on tensors."""
-
-    rows: int  # number of rows to write into shapes, -1 for "whatever fits"
-
-    def input(self, node: Node) -> Any:
-        """Return what stands for a node of the graph."""
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call an operation."""
-
-    def value(self, item: Any) -> torch.Tensor:
-        """Return the tensor, or fake tensor, behind an item."""
-
-
-@dataclass(frozen=True)
-class Access:
-    """Where elements over (row, head, width) lie in a node's rows.
-
-    The node, with dimension ``batch`` moved to the front, is read as [rows, width]; an element is
-    at ``offset + head * head_stride + position * stride``. ``width`` is that of the node's rows.
-    """
-
-    node: Node
-    batch: int | None
-    width: int
-    offset: int
-    head_stride: int
-    stride: int
-
-    def same_rows(self, other: Access) -> bool:
-        """Whether two accesses read the same rows in the same order."""
-        mine = (self.node, self.batch, self.width, self.head_stride, self.stride)
-        return mine == (other.node, other.batch, other.width, other.head_stride, other.stride)
-
-
-def access(
-    scope: Scope, term: Term, along: str | None, rows: bool = True, per_head: bool = True
-) -> Access:
-    """Describe where a term over the step's axes lies, or refuse."""
-    shape, index = scope.shape(term.node), term.index
-    batch = None
-    position = flatten(index, shape)
-    total = 1
-    for size in shape:
-        total *= size
-    count = scope.sizes[ROW] if rows else 1
-    if rows and count > 1 and position.coefficient(ROW) * count != total:
-        batch = next((i for i, e in enumerate(index) if e.terms == ((ROW, 1),)), None)
-        if batch is None or index[batch].constant:
-            raise RefusalError(Reason.ARGUMENT_LAYOUT, term.node)
-        shape = (shape[batch], *shape[:batch], *shape[batch + 1 :])
-        position = flatten((index[batch], *index[:batch], *index[batch + 1 :]), shape)
-    if position.axes - ({ROW, HEAD} | ({along} if along else set())) or total % count:
-        raise RefusalError(Reason.ARGUMENT_LAYOUT, term.node)
-    if not rows and ROW in position.axes:
-        raise RefusalError(Reason.ARGUMENT_LAYOUT, term.node)
-    stride = position.coefficient(along) if along else 0
-    heads = position.coefficient(HEAD) or (D if along else 1)
-    missing = scope.sizes[HEAD] > 1 and bool(position.coefficient(HEAD)) is not per_head
-    if missing or (along and stride != 1):
-        raise RefusalError(Reason.ARGUMENT_LAYOUT, term.node, "not one value for each")
-    return Access(term.node, batch, total // count, position.constant, heads, stride)
-
-
-def row_view(emit: Emitter, item: Access) -> Any:
-    """Return a node as [rows, width]."""
-    node = emit.input(item.node)
-    rank = emit.value(node).dim()
-    if item.batch not in {None, 0}:
-        order = [item.batch, *(d for d in range(rank) if d != item.batch)]
-        node = emit.call(aten.permute.default, node, order)
-    if rank == 2 and item.batch in {None, 0} and emit.value(node).shape[1] == item.width:
-        return node
-    return emit.call(aten.reshape.default, node, [emit.rows, item.width])
-
-
-def columns(emit: Emitter, rows: Any, start: int, length: int, width: int) -> Any:
-    """Return columns of a [rows, width] item."""
-    if (start, length) == (0, width):
-        return rows
-    return emit.call(aten.slice.Tensor, rows, 1, start, start + length)
-
-
-def by_channel(emit: Emitter, item: Access, heads: int) -> Any:
-    """Return [rows, heads * D]."""
-    rows = row_view(emit, item)
-    if item.head_stride == D:
-        return columns(emit, rows, item.offset, heads * D, item.width)
-    start, first = item.offset % item.head_stride, item.offset // item.head_stride
-    if item.width % item.head_stride or start + D > item.head_stride:
-        raise RefusalError(Reason.ARGUMENT_LAYOUT, item.node, "channels of a head are apart")
-    groups = item.width // item.head_stride
-    apart = emit.call(aten.reshape.default, rows, [emit.rows, groups, item.head_stride])
-    apart = emit.call(aten.slice.Tensor, apart, 2, start, start + D)
-    if (first, heads) != (0, groups):
-        apart = emit.call(aten.slice.Tensor, apart, 1, first, first + heads)
-    return emit.call(aten.reshape.default, apart, [emit.rows, heads * D])
-
-
-def by_head(emit: Emitter, item: Access, heads: int) -> Any:
-    """Return [rows, heads]."""
-    rows = row_view(emit, item)
-    if item.head_stride == 1 or heads == 1:
-        return columns(emit, rows, item.offset, heads, item.width)
-    if item.width % item.head_stride:
-        raise RefusalError(Reason.ARGUMENT_LAYOUT, item.node, "heads are at an uneven stride")
-    groups = item.width // item.head_stride
-    first, start = divmod(item.offset, item.head_stride)
-    apart = emit.call(aten.reshape.default, rows, [emit.rows, groups, item.head_stride])
-    apart = emit.call(aten.select.int, apart, 2, start)
-    return columns(emit, apart, first, heads, groups)
-
-
-def packed(emit: Emitter, parts: tuple[Access, Access, Access], heads: int) -> Any:
-    """Return [rows, 3 * heads * D], as a view where q, k and v already lie so."""
-    q, k, v = parts
-    width = heads * D
-    together = q.same_rows(k) and q.same_rows(v) and q.head_stride == D
-    if together and (k.offset - q.offset, v.offset - k.offset) == (width, width):
-        return columns(emit, row_view(emit, q), q.offset, 3 * width, q.width)
-    pieces = [by_channel(emit, part, heads) for part in parts]
-    dtype = common_dtype([emit.value(p).dtype for p in pieces])
-    return emit.call(aten.cat.default, [cast(emit, p, dtype) for p in pieces], 1)
-
-
-def parameter(emit: Emitter, item: Access, length: int) -> Any:
-    """Return a parameter [length], in float32 unless it is bfloat16."""
-    node = emit.input(item.node)
-    value = emit.value(node)
-    if value.dim() != 1 or not value.is_contiguous():
-        node = emit.call(aten.reshape.default, node, [item.width])
-    if (item.offset, length) != (0, item.width):
-        node = emit.call(aten.slice.Tensor, node, 0, item.offset, item.offset + length)
-    return node if value.dtype is torch.bfloat16 else cast(emit, node, torch.float32)
-
-
-def cast(emit: Emitter, item: Any, dtype: torch.dtype) -> Any:
-    """Return an item in a type that holds all its values."""
-    if emit.value(item).dtype is dtype:
-        return item
-    return emit.call(torch.ops.prims.convert_element_type.default, item, dtype)
-
-
-def unit_stride(emit: Emitter, item: Any) -> Any:
-    """Return an item whose last dimension is contiguous and whose rows do not overlap."""
-    value = emit.value(item)
-    rows, width = value.stride()
-    apart = rows >= value.shape[1] if isinstance(rows, int) else True
-    if (width == 1 or value.shape[1] == 1) and apart:
-        return item
-    return emit.call(aten.clone.default, item, memory_format=torch.contiguous_format)
-
-
-def common_dtype(dtypes: list[torch.dtype]) -> torch.dtype:
-    """Return the one type of all activations, float32 where they differ."""
-    return dtypes[0] if len(set(dtypes)) == 1 else torch.float32
+NULL = -(2**31)  # outside of every pool, from the front and from the end
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of ``kda::packed_decode`` for one step."""
+    """The arguments of ``kda::packed_decode`` for one step.
+
+    Where ``valid`` is there, rows on which it is not ``live`` are padding.
+    """
 
     parts: tuple[Access, Access, Access]
     gate: Access
@@ -197,6 +49,8 @@ class Arguments:
     scale: float
     lower_bound: float | None
     layout: str
+    valid: Access | None = None
+    live: bool = True
 
     @property
     def activation(self) -> torch.dtype:
@@ -207,12 +61,12 @@ class Arguments:
     @property
     def places(self) -> tuple[Access | None, ...]:
         """Where every argument lies."""
-        return (*self.parts, self.gate, self.beta, self.a_log, self.bias)
+        return (*self.parts, self.gate, self.beta, self.a_log, self.bias, self.valid)
 
     @property
     def constants(self) -> tuple[Any, ...]:
         """The arguments that are no tensors."""
-        return (self.scale, self.lower_bound, self.layout)
+        return (self.scale, self.lower_bound, self.layout, self.live)
 
     @property
     def leaves(self) -> dict[Node, str]:
@@ -222,6 +76,7 @@ class Arguments:
         named += [(self.a_log.node, "A_log")]
         named += [(self.bias.node, "dt_bias")] if self.bias else []
         named += [(self.index, "state_indices")] if self.index is not None else []
+        named += [(self.valid.node, "valid")] if self.valid else []
         named += [(self.pool, "state")]
         return dict(reversed(named))
 
@@ -249,17 +104,37 @@ class Arguments:
             "raw_beta": beta,
             "A_log": parameter(emit, self.a_log, heads),
             "dt_bias": bias,
-            "state_indices": None if self.index is None else emit.input(self.index),
+            "state_indices": self._slots(emit),
             "scale": self.scale,
             "lower_bound": self.lower_bound,
             "first_slot": None,
             "state_layout": self.layout,
         }
 
+    def _slots(self, emit: Emitter) -> Any:
+        """Emit the slots, out of every pool's range on rows that are padding."""
+        if self.index is None:
+            return None
+        index = emit.input(self.index)
+        if self.valid is None:
+            return index
+        valid = emit.call(aten.reshape.default, row_view(emit, self.valid), [emit.rows])
+        value = emit.value(index)
+        null = emit.call(aten.full.default, [], NULL, dtype=value.dtype, device=value.device)
+        pair = (index, null) if self.live else (null, index)
+        return emit.call(aten.where.self, valid, *pair)
+
     def described(self) -> dict[str, str]:
         """Return the arguments for people."""
         q, k, v = (part.node.name for part in self.parts)
         return {"mixed_qkv": q if q == k == v else f"cat({q}, {k}, {v})", **self.described_gates()}
+
+    def _described_slots(self) -> str:
+        slots = "None" if self.index is None else self.index.name
+        if self.valid is None:
+            return slots
+        valid = self.valid.node.name
+        return f"where({valid}, {slots}, null)" if self.live else f"where({valid}, null, {slots})"
 
     def described_gates(self) -> dict[str, str]:
         """Return all but q, k and v for people."""
@@ -270,17 +145,9 @@ class Arguments:
             "A_log": self.a_log.node.name,
             "dt_bias": self.bias.node.name if self.bias else "zeros",
             "state": self.pool.name,
-            "state_indices": self.index.name if self.index is not None else "None",
+            "state_indices": self._described_slots(),
             "scale": f"{self.scale:.6g}",
             "lower_bound": gate,
             "first_slot": "None",
             "state_layout": self.layout,
         }
-
-
-def check_dtypes(items: tuple[Access, ...]) -> None:
-    """Refuse activations of a type that no kernel reads."""
-    for item in items:
-        dtype = item.node.meta["val"].dtype
-        if dtype not in ACTIVATIONS:
-            raise RefusalError(Reason.ACTIVATION_DTYPE, item.node, str(dtype))

@@ -17,9 +17,11 @@ from kda_ops.passes.algebra import Polynomial, State, Value, equal, has_state
 from kda_ops.passes.anchors import WRITES, Anchor, anchor, flows, written
 from kda_ops.passes.core import Core, D, local, row_count
 from kda_ops.passes.delta_rule import HEAD
-from kda_ops.passes.expression import TAPS_AT_MOST, Reader
+from kda_ops.passes.expression import Reader
 from kda_ops.passes.functions import argument_of, silu
-from kda_ops.passes.nodes import operands
+from kda_ops.passes.masks import unmasked
+from kda_ops.passes.nodes import TAPS_AT_MOST, operands
+from kda_ops.passes.pools import SCATTERS, pool_root
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.terms import ROW, Term
 
@@ -78,7 +80,7 @@ def read_convolution(core: Core, same: dict[Node, Node]) -> Convolution:
     parts = (first, second, third)
     check_channels(core, parts)
     for part, rounded in zip(parts, mixed, strict=True):
-        check_move(reader, found, part, (core.index[0], columns))
+        check_move(core, reader, found, part, columns)
         if rounded.node.meta["val"].dtype != part.x.node.meta["val"].dtype:
             fact = "the operator rounds q, k and v to the type of x"
             raise RefusalError(Reason.ROUNDING, rounded.node, fact)
@@ -119,11 +121,20 @@ def writes_behind(end: Node) -> Iterator[Node]:
     for node in local({end}):
         for source in node.all_input_nodes:
             pool = operands(source)[0] if source.target is aten.index.Tensor else source
-            writes = (user for user in pool.users if user.target in WRITES)
-            for user in writes:
-                # The epilogue's copy_ stores what another write has made; it is none of its own.
-                if operands(user)[0] is pool and written(user).target not in WRITES:
-                    yield user
+            yield from (user for user in pool.users if is_write(user, pool))
+
+
+def is_write(user: Node, pool: Node) -> bool:
+    """Whether a node is where a pool gets its new rows, not the epilogue that stores them."""
+    if user.target not in WRITES or operands(user)[0] is not pool:
+        return False
+    value = written(user)
+    if not isinstance(value, Node) or value.target in WRITES:
+        return False
+    version: Node = value
+    while version.target in SCATTERS:
+        version = operands(version)[0]
+    return version is value or pool_root(version) is not pool
 
 
 def check_window(pool: Node) -> None:
@@ -210,16 +221,18 @@ def next_tap(taps: dict[int, Value]) -> Value:
     return Value(third.node, index)
 
 
-def check_move(reader: Reader, found: Anchor, part: Part, place: tuple[Affine, int]) -> None:
+def check_move(core: Core, reader: Reader, found: Anchor, part: Part, columns: int) -> None:
     """Refuse a window that does not move by one column with the token in the last."""
-    row, columns = place
-    rank = len(reader.scope.shape(found.value))
+    row = core.index[0]
 
     def at(column: int) -> Index:
         return found.from_memory((row, part.channel, constant(column)))
 
     for column in range(columns):
-        moved = reader.polynomial(found.value, at(column)[3 - rank :])
+        new, place, mask = unmasked(core.scope, found, at(column))
+        if mask != core.mask:
+            raise RefusalError(Reason.CONV_SLOTS, found.write, "another mask of padding rows")
+        moved = reader.polynomial(new, place)
         if column < columns - 1:
             wanted: Polynomial = {frozenset({(State(at(column + 1)), 1.0)}): 1.0}
         else:

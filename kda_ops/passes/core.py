@@ -26,6 +26,7 @@ from kda_ops.passes.delta_rule import (
 from kda_ops.passes.expression import PRODUCTS, SUMS, Reader
 from kda_ops.passes.functions import is_pointwise
 from kda_ops.passes.gates import Gate, read_beta, read_gate
+from kda_ops.passes.masks import Mask, masked, unmasked
 from kda_ops.passes.nodes import CASTS, CONTRACTIONS, is_projection, is_view, operands
 from kda_ops.passes.pools import seen
 from kda_ops.passes.reasons import Reason, RefusalError
@@ -34,13 +35,22 @@ from kda_ops.passes.terms import ROW, Scope, Term
 aten = torch.ops.aten
 D = 128
 PUTS = frozenset(
-    {aten.select_scatter.default, aten.slice_scatter.default, aten.copy.default, aten.roll.default}
+    {
+        aten.select_scatter.default,
+        aten.slice_scatter.default,
+        aten.copy.default,
+        aten.index.Tensor,
+    }
 )
 
 
 @dataclass(frozen=True)
 class Core:
-    """The parts of one step of the delta rule."""
+    """The parts of one step of the delta rule.
+
+    ``mask`` is there where rows may be padding; ``stored`` are the nodes that hold the new state in
+    the pool's type.
+    """
 
     anchor: Anchor
     reader: Reader
@@ -49,16 +59,37 @@ class Core:
     gate: Gate
     beta: Term
     output: Output
+    mask: Mask | None
+    stored: frozenset[Node]
 
     @property
     def scope(self) -> Scope:
         """The sizes that the step talks about."""
         return self.reader.scope
 
+    def position(self, node: Node) -> Index | None:
+        """Return the index of an output's element in a node that has them in order, or None."""
+        if node_size(self.scope, node) != index_size(self.scope):
+            return None
+        return output_index(self.scope, node, self.update, self.index)
+
     def element(self, node: Node) -> Term | None:
         """Return the element of a node that has the output's elements in order, or None."""
-        position = output_index(self.scope, node, self.update, self.index)
+        position = self.position(node)
         return None if position is None else self.scope.resolve(node, position)
+
+    def on_valid_rows(self, node: Node) -> Node:
+        """Return a result with zeros on padding rows, or refuse where the graph keeps others."""
+        if self.mask is None:
+            return node
+        element = self.element(node)
+        found = None
+        if element is not None:
+            found = masked(self.scope, node, element, self.mask, self.position)
+        if found is None:
+            fact = f"padding rows of {node.name} are not set to zero"
+            raise RefusalError(Reason.MASKED_ROWS, node, fact)
+        return found
 
 
 def read_core(found: Anchor, same: dict[Node, Node]) -> Core:
@@ -68,12 +99,14 @@ def read_core(found: Anchor, same: dict[Node, Node]) -> Core:
     rows = row_count(scope, found)
     index = state_index(scope, found.pool, rows)
     reader = make_reader(scope, found)
-    written = stored_value(found)
-    update = read_update(reader, written, found.from_memory(index), index)
+    new, at, mask = unmasked(scope, found, found.from_memory(index))
+    written = stored_value(found, new)
+    update = read_update(reader, written, at, index)
     gate = read_gate(reader, update.decay, update.key_axis)
     beta = read_beta(reader, update.beta, written)
     output = find_output(reader, found, update, index)
-    return Core(found, reader, index, update, gate, beta, output)
+    stored = frozenset({found.value, scope.resolve(found.value, at).node, new})
+    return Core(found, reader, index, update, gate, beta, output, mask, stored)
 
 
 def memory_order(found: Anchor) -> tuple[int, ...]:
@@ -124,9 +157,8 @@ def norm_bases(scope: Scope, nodes: Iterable[Node], dependents: set[Node]) -> se
     return bases
 
 
-def stored_value(found: Anchor) -> Node:
+def stored_value(found: Anchor, value: Node) -> Node:
     """Return the new state before it is rounded to the pool's type, the one rounding allowed."""
-    value = found.value
     if value.target in CASTS and value.meta["val"].dtype == found.pool.meta["val"].dtype:
         source = value.args[0]
         if isinstance(source, Node) and source.meta["val"].dtype is torch.float32:

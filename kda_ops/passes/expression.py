@@ -30,7 +30,7 @@ from kda_ops.passes.algebra import (
     sum_over,
     times,
 )
-from kda_ops.passes.nodes import CASTS, LOW, operands
+from kda_ops.passes.nodes import CASTS, LOW, TAPS_AT_MOST, operands
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.terms import Scope, Term
 
@@ -46,9 +46,6 @@ ADDS = {
 PRODUCTS = frozenset({aten.mul.Tensor, aten.mul.Scalar})
 QUOTIENTS = frozenset({aten.div.Tensor, aten.div.Scalar})
 HEAD_WIDTH = 128
-# Sums this short run over the taps of a convolution: every term stands for itself, because each
-# lies in another tensor.
-TAPS_AT_MOST = 8
 ROOTS = {aten.sqrt.default: 0.5, aten.rsqrt.default: -0.5}
 
 
@@ -146,7 +143,7 @@ class Reader:
         return add({}, total, share(node, axes))
 
     def _summed_over(self, source: Any, index: Index, axes: list[tuple[str, int]]) -> Polynomial:
-        """Sum an operand over some axes, short ones term by term."""
+        """Sum an operand over some axes, short ones (taps) term by term: each lies elsewhere."""
         short = next((item for item in axes if item[1] <= TAPS_AT_MOST), None)
         if short is None:
             terms = self.polynomial(source, index)

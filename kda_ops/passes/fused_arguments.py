@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from kda_ops.passes.affine import Affine, flatten
-from kda_ops.passes.arguments import (
+from kda_ops.passes.access import (
     Access,
-    Arguments,
     D,
     Emitter,
     access,
@@ -27,6 +25,8 @@ from kda_ops.passes.arguments import (
     parameter,
     unit_stride,
 )
+from kda_ops.passes.affine import Affine, flatten
+from kda_ops.passes.arguments import Arguments
 from kda_ops.passes.convolution import WIDTH, Convolution
 from kda_ops.passes.core import Core
 from kda_ops.passes.delta_rule import HEAD

@@ -7,8 +7,7 @@ Lives here: finding the node that is that function of the output. Not here: the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -16,24 +15,26 @@ from torch.fx import Node
 from kda_ops.passes.algebra import Product, Value
 from kda_ops.passes.core import Core, D, index_size, node_size
 from kda_ops.passes.delta_rule import INNER, squared_norm
-from kda_ops.passes.expression import SUMS, Reader
-from kda_ops.passes.functions import argument_of, is_pointwise, sigmoid
-from kda_ops.passes.nodes import CASTS, MOVES, is_view
+from kda_ops.passes.expression import Reader
+from kda_ops.passes.functions import argument_of, sigmoid
+from kda_ops.passes.masks import users_of
+from kda_ops.passes.nodes import CASTS, is_view
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.terms import Term
-
-FURTHEST = 64  # nodes looked at behind an output
 
 
 @dataclass(frozen=True)
 class GatedNorm:
     """The norm of one step: ``node`` is its result, ``weight`` is None where there is none.
 
+    ``valid`` is the result with zeros on padding rows, the same node where there are none.
+
     ``base`` is the output that is normalised, ``rounded`` are the casts of it that the operator
     makes too.
     """
 
     node: Node
+    valid: Node
     weight: Term | None
     gate: Term
     eps: float
@@ -42,13 +43,30 @@ class GatedNorm:
 
 
 def read_norm(core: Core, activation: torch.dtype) -> GatedNorm:
-    """Find the gated norm of a step's output in the activations' type, or raise RefusalError."""
+    """Find the gated norm of a step's output in the activations' type, or raise RefusalError.
+
+    Padding rows are zero after the norm if they are before it.
+    """
+    if core.mask is None:
+        return norm_of(core, activation)
+    try:
+        before = core.on_valid_rows(core.output.node)
+    except RefusalError:
+        found = norm_of(core, activation)
+        return replace(found, valid=core.on_valid_rows(found.node))
+    return norm_of(replace(core, output=replace(core.output, node=before)), activation)
+
+
+def norm_of(core: Core, activation: torch.dtype) -> GatedNorm:
+    """Find the gated norm behind the node of an output."""
     output = core.element(core.output.node)
     if output is None:
         raise RefusalError(Reason.OUTPUT_NORM, core.output.node)
     behind = list(users_of(core.output.node))
     rounded = frozenset(node for node in behind if is_rounded(core, node, output, activation))
-    bases = rounded if activation is not torch.float32 else frozenset({output.node})
+    bases = rounded
+    if core.output.node.meta["val"].dtype is activation:
+        bases |= {output.node}
     reader = Reader(core.scope, {}, set(), stops={output.node, *rounded})
     refusal = RefusalError(Reason.OUTPUT_NORM, core.output.node)
     for node in behind:
@@ -68,19 +86,6 @@ def read_norm(core: Core, activation: torch.dtype) -> GatedNorm:
             raise RefusalError(Reason.ROUNDING, node, fact)
         return found
     raise refusal
-
-
-def users_of(start: Node) -> Iterator[Node]:
-    """Yield what is computed from a node pointwise, by sums or by views, near ones first."""
-    seen, pending = {start}, [start]
-    while pending and len(seen) < FURTHEST:
-        for user in pending.pop(0).users:
-            known = is_view(user) or is_pointwise(user) or user.target in SUMS | MOVES
-            if user in seen or not known or not isinstance(user.meta.get("val"), torch.Tensor):
-                continue
-            seen.add(user)
-            pending.append(user)
-            yield user
 
 
 def is_rounded(core: Core, node: Node, output: Term, activation: torch.dtype) -> bool:
@@ -114,7 +119,7 @@ def norm_at(core: Core, reader: Reader, node: Node, rounded: frozenset[Node]) ->
             raise RefusalError(Reason.OUTPUT_NORM, node, f"multiplied by {coefficient:g}")
         rest = factors - {(base, 1.0), (factor, power)}
         weight, gate = weight_and_gate(core, reader, rest, node)
-        return GatedNorm(node, weight, gate, exactly(eps / width), base.node, rounded)
+        return GatedNorm(node, node, weight, gate, exactly(eps / width), base.node, rounded)
     return None
 
 

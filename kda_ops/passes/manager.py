@@ -169,7 +169,7 @@ def try_step(write: Node, graph: Graph, options: Options, same: dict[Node, Node]
             found = attempt(left, BOTH, core, lambda: shipped(base, whole, graph, options))
         if found is None:
             step = careful(write, lambda: packed_step(core))
-            found = shipped(base, step, graph, options)
+            found = careful(write, lambda: shipped(base, step, graph, options))
         return replace(found, left=tuple(left))
     except RefusalError as error:
         node = error.node or write
@@ -179,6 +179,7 @@ def try_step(write: Node, graph: Graph, options: Options, same: dict[Node, Node]
             source=source_line(node) or base.source,
             reason=error.reason,
             detail=error.detail,
+            left=tuple(left),
         )
 
 

@@ -7,10 +7,11 @@ compute the same. Not here: what a view does to an index (terms.py).
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -67,8 +68,10 @@ MOVES = frozenset(
         aten.select_scatter.default,
         aten.slice_scatter.default,
         aten.full.default,
+        aten.where.self,
     }
 )
+TAPS_AT_MOST = 8  # columns of a window, so terms of a convolution
 LOW = frozenset({torch.bfloat16, torch.float16})
 EXACT = {
     torch.bfloat16: {torch.float32},
@@ -124,8 +127,14 @@ def is_view(node: Node) -> bool:
 
 
 def is_projection(node: Node) -> bool:
-    """Whether a node multiplies by a matrix that is an input of the graph: no part of a step."""
+    """Whether a node multiplies by a matrix that is an input of the graph: no part of a step.
+
+    The taps of a convolution are no such matrix.
+    """
     if node.target not in {aten.mm.default, aten.addmm.default, aten.bmm.default}:
+        return False
+    width = operands(node)[-1].meta["val"].shape[-2]
+    if isinstance(width, int) and width <= TAPS_AT_MOST:
         return False
     return any(is_input(viewed(operand)) for operand in operands(node)[-2:])
 
@@ -149,3 +158,29 @@ def rounds(node: Node) -> bool:
         return False
     low = value.dtype in LOW
     return low and not is_view(node) and node.target not in MOVES
+
+
+def constant_row(node: Any) -> list[int] | None:
+    """Return a short row of integers that the graph computes from nothing, or None."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor) or value.dim() > 1 or value.is_floating_point():
+        return None
+    known: dict[Node, Any] = {}
+    if not isinstance(value.numel(), int) or value.numel() > TAPS_AT_MOST or not fixed(node, known):
+        return None
+    row: torch.Tensor = known[node]
+    return [int(item) for item in row.reshape(-1)]
+
+
+def fixed(node: Node, known: dict[Node, Any]) -> bool:
+    """Compute a node that depends on no input of the graph, or return False."""
+    if node.op != "call_function" or is_random(node) or len(known) > TAPS_AT_MOST:
+        return False
+    if not all(source in known or fixed(source, known) for source in node.all_input_nodes):
+        return False
+    args, kwargs = torch.fx.node.map_arg((operands(node), dict(node.kwargs)), lambda n: known[n])
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    with _disable_current_modes():
+        known[node] = cast(Any, node.target)(*args, **kwargs)
+    return True

@@ -44,7 +44,7 @@ class Inserter:
         """Add a node and compute its fake value."""
         node = self.graph.call_function(target, args, kwargs)
         self.made.append(node)
-        node.meta["val"] = fake(target, args, kwargs)
+        node.meta["val"] = fake(self.source, target, args, kwargs)
         return self.describe(node)
 
     def describe(self, node: Node) -> Node:
@@ -55,14 +55,10 @@ class Inserter:
         return node
 
 
-def fake(target: Any, args: Any, kwargs: Any) -> Any:
-    """Call a target on the fake values of its arguments."""
+def fake(source: Node, target: Any, args: Any, kwargs: Any) -> Any:
+    """Call a target on the fake values of its arguments, in the mode of a node that was there."""
     values, named = values_of((args, kwargs))
-    tensors = (v for v in [*args, *kwargs.values()] if isinstance(v, Node))
-    mode = next((v.meta["val"].fake_mode for v in tensors), None)
-    if mode is None:
-        mode = torch._guards.detect_fake_mode() or torch._subclasses.FakeTensorMode()
-    with mode:
+    with source.meta["val"].fake_mode:
         return target(*values, **named)
 
 
@@ -87,7 +83,7 @@ def splice(step: Step, graph: Graph) -> Node:
     with graph.inserting_before(insertion_point(graph, leaves)):
         try:
             results = insert(step, inserter)
-        except RefusalError:
+        except Exception:
             erase(graph, inserter.made)
             raise
     redirect(step, *results)
@@ -106,7 +102,7 @@ def insert(step: Step, emit: Inserter) -> tuple[Node, Node, dict[str, Node]]:
     target = getattr(torch.ops.kda, step.operator).default
     try:
         pools = {name: seen(found.place, found.order) for name, found in step.pools.items()}
-        output_value = fake(target, (), {**arguments, **pools})
+        output_value = fake(step.output, target, (), {**arguments, **pools})
     except (ValueError, TypeError, NotImplementedError) as error:
         raise RefusalError(Reason.CONTRACT, step.output, str(error)) from error
     bases = [found.place.base for found in step.pools.values()]

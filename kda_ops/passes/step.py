@@ -12,8 +12,9 @@ import torch
 import torch._inductor.config as inductor_config
 from torch.fx import Node
 
+from kda_ops.passes.access import Access, D, access, check_dtypes
 from kda_ops.passes.anchors import Anchor, outsider
-from kda_ops.passes.arguments import Access, Arguments, D, access, check_dtypes
+from kda_ops.passes.arguments import Arguments
 from kda_ops.passes.convolution import Convolution
 from kda_ops.passes.core import Core
 from kda_ops.passes.delta_rule import HEAD
@@ -25,7 +26,9 @@ from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.terms import Scope, Term
 
 aten = torch.ops.aten
-PARAMETERS = frozenset({"A_log", "dt_bias", "state_indices", "weight", "conv_bias", "norm_weight"})
+PARAMETERS = frozenset(
+    {"A_log", "dt_bias", "state_indices", "valid", "weight", "conv_bias", "norm_weight"}
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Step:
 def packed_step(core: Core) -> Step:
     """Lay out the recurrence alone, or raise RefusalError."""
     arguments = lay_out(core)
-    node, dtype = result(core.output.node, arguments)
+    node, dtype = result(core.on_valid_rows(core.output.node), arguments)
     core.element(node)  # so that it is known which of its dimensions are rows
     return finished("packed_decode", {"state": core.anchor}, core, arguments, node, dtype)
 
@@ -72,8 +75,8 @@ def fused_step(core: Core, convolution: Convolution, norm: GatedNorm) -> Step:
     arguments = lay_out_fused(core, lay_out(core), convolution, norm)
     pools = {"conv_state": convolution.anchor, "state": core.anchor}
     dtype = norm.node.meta["val"].dtype
-    kept = {part.node for part in convolution.mixed} | norm.rounded
-    return finished("fused_decode", pools, core, arguments, norm.node, dtype, kept)
+    kept = {part.node for part in convolution.mixed} | norm.rounded | {norm.node}
+    return finished("fused_decode", pools, core, arguments, norm.valid, dtype, kept)
 
 
 def finished(
@@ -90,7 +93,7 @@ def finished(
     region = region_of(core.scope, arguments.leaves, ends)
     check_users(region, output, pools, arguments)
     activation = arguments.activation
-    dropped = roundings(region, {output, core.anchor.value, *kept}, activation)
+    dropped = roundings(region, {output, *core.stored, *kept}, activation)
     return Step(name, pools, arguments, core.scope, output, dtype, activation, region, dropped)
 
 
@@ -124,6 +127,9 @@ def lay_out(core: Core) -> Arguments:
     logits, bias = gate.logits, bias_access(scope, gate, along)
     if bias is None and gate.bias is not None:
         raise RefusalError(Reason.ARGUMENT_LAYOUT, gate.bias.node, "the gate's bias")
+    valid = None
+    if core.mask is not None:
+        valid = access(scope, core.mask.valid, None, per_head=False)
     a_log = access(scope, gate.a_log, None, rows=False)
     if a_log.head_stride != 1:
         raise RefusalError(Reason.ARGUMENT_LAYOUT, a_log.node, "A_log is strided")
@@ -139,6 +145,8 @@ def lay_out(core: Core) -> Arguments:
         scale=output.scale,
         lower_bound=gate.lower_bound,
         layout=update.layout,
+        valid=valid,
+        live=core.mask is None or core.mask.live,
     )
     check_dtypes((*parts, arguments.gate, arguments.beta))
     return arguments
@@ -158,6 +166,8 @@ def bias_access(scope: Scope, gate: Gate, along: str) -> Access | None:
 def result(output: Node, arguments: Arguments) -> tuple[Node, torch.dtype]:
     """Return the node to replace: the cast to the activation type, if that is all that follows."""
     activation, node = arguments.activation, output
+    if node.meta["val"].dtype is activation:
+        return node, activation
     while len(node.users) == 1:
         (user,) = node.users
         if user.target in CASTS and user.meta["val"].dtype is activation:

@@ -14,7 +14,15 @@ import torch
 from torch.fx import Node
 
 from kda_ops.passes.affine import ZERO, Affine, Index, axis, constant, flatten, split
-from kda_ops.passes.nodes import CASTS, RESHAPES, SAME, SPLITS, is_exact_cast, operands
+from kda_ops.passes.nodes import (
+    CASTS,
+    RESHAPES,
+    SAME,
+    SPLITS,
+    constant_row,
+    is_exact_cast,
+    operands,
+)
 
 aten = torch.ops.aten
 
@@ -102,6 +110,8 @@ class Scope:
             return self._concatenated(node, index)
         if target in {aten.select_scatter.default, aten.slice_scatter.default}:
             return self._scattered(node, index)
+        if target is aten.index.Tensor:
+            return self._shuffled(node, index)
         if target is aten.copy.default:
             source = operands(node)[1]
             return (source, self.broadcast(source, index)) if is_exact_cast(node, 1) else None
@@ -186,6 +196,20 @@ class Scope:
         which %= len(values)
         start = sum(self.number(v.shape[dim]) for v in values[:which])
         return source, (*index[:dim], index[dim] + constant(start), *index[dim + 1 :])
+
+    def _shuffled(self, node: Node, index: Index) -> tuple[Node, Index] | None:
+        """Look through an index by constants along one dimension, as torch.roll becomes one."""
+        source, indices = operands(node)
+        dims = [dim for dim, item in enumerate(indices) if item is not None]
+        if len(dims) != 1 or len(index) != len(self.shape(source)) or index[dims[0]].axes:
+            return None
+        (dim,) = dims
+        row = constant_row(indices[dim])
+        position = index[dim].constant
+        if row is None or position >= len(row):
+            return None
+        entry = constant(row[position] % self.shape(source)[dim])
+        return source, (*index[:dim], entry, *index[dim + 1 :])
 
     def _scattered(self, node: Node, index: Index) -> tuple[Node, Index] | None:
         """Look into what was put into a tensor, or past it, where the index is on one side."""

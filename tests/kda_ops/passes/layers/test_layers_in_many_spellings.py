@@ -1,0 +1,54 @@
+"""Whatever a layer is put together from, it becomes one fused_decode that computes the same."""
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_a_layer_of_spellings_at_random_becomes_one_operator(layers, seed):
+    chosen = layers.sampled(seed)
+    traced = layers.trace(chosen)
+    assert [f.operator for f in traced.findings] == ["kda::fused_decode"], vars(chosen)
+    assert traced.difference < 1
+    assert "aten.convolution.default" not in traced.targets
+
+
+def test_every_alternative_of_every_part_is_among_them(layers):
+    drawn = [vars(layers.sampled(seed)) for seed in range(120)]
+    for part, options in layers.PARTS.items():
+        assert all(any(choice[part] is option for choice in drawn) for option in options)
+
+
+def test_three_steps_in_a_row_are_three_operators_on_the_same_pools(layers):
+    chosen = layers.sampled(3, form="indexed")
+
+    def thrice(c, t):
+        return layers.run(c, t) + layers.run(c, t) + layers.run(c, t)
+
+    traced = layers.trace(chosen, thrice)
+    assert [f.operator for f in traced.findings] == ["kda::fused_decode"] * 3
+    assert traced.difference < 3
+
+
+def test_the_taps_of_a_module_are_read_where_they_are(layers):
+    traced = layers.trace(layers.sampled(5, conv=layers.conv_module, bias=False))
+    (found,) = traced.findings
+    assert found.arguments["weight"].startswith("arg")
+    assert "aten.clone.default" not in traced.targets
+
+
+def test_constants_of_the_norm_are_forwarded_exactly(layers):
+    def norm(o, w):
+        return o * torch.rsqrt((o * o).sum(-1, keepdim=True) / 128 + 3e-4) * w
+
+    (found,) = layers.trace(layers.sampled(5, norm=norm)).findings
+    assert found.arguments["norm_eps"] == "0.0003"
+
+
+def test_a_norm_without_weight_is_one_with_ones(layers):
+    def norm(o, w):
+        return o * torch.rsqrt(o.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+    traced = layers.trace(layers.sampled(5, norm=norm))
+    assert traced.findings[0].arguments["norm_weight"] == "ones"
+    assert traced.difference < 1
