@@ -30,8 +30,8 @@ class Reason(Enum):
         "index and update the pool itself, not a value derived from it",
     )
     STATE_IS_VIEW = Explanation(
-        "the state is a view taken inside the graph (a layer of a stacked pool, a transposed pool)",
-        "keep one pool per layer and index it directly",
+        "the state is a view taken inside the graph that cannot be followed back to its input",
+        "take layers by pools[l] or unbind, and write into the same view that is read",
     )
     STATE_NOT_WRITTEN_BACK = Explanation(
         "the updated state is returned or dropped instead of being written into the pool",
@@ -84,8 +84,8 @@ class Reason(Enum):
         "the graph is compiled for no rows at all", "nothing: such a graph does no work"
     )
     MASKED_ROWS = Explanation(
-        "the update of the state is masked row by row",
-        "call kda_ops.packed_kda_decode, whose null slots mask rows",
+        "the update of the state is masked row by row, but the output is not, or in another way",
+        "set padding rows of the output to zero by the same mask: torch.where(valid, o, 0)",
     )
     INTERMEDIATE_USED = Explanation(
         "something outside the step uses one of its intermediate values",
