@@ -50,8 +50,8 @@ def jobs_of(calls: Iterable[Call], target: Target, processors: int) -> dict[Job,
         if not call.facts.dims[call.operator.rows]:
             continue
         launch = cuda_launch(call.operator, target.arch)
-        dtype, clusters = call.facts.output_dtype, target.has_clusters
-        variant = launch.variant_of(call.values, dtype, processors, clusters=clusters)
+        dtype, overlap = call.facts.output_dtype, target.can_overlap
+        variant = launch.variant_of(call.values, dtype, processors, overlap=overlap)
         job = Job(call.operator.name, variant, target)
         found.setdefault((job.operator, repr(variant)), (job, call))
     return dict(found.values())

@@ -70,7 +70,7 @@ def matrix(target: Target) -> list[Job]:
         Job(contract.name, variant, target)
         for contract in CONTRACTS
         if has_cuda_kernel(contract.name)
-        for variant in cuda_launch(contract, target.arch).matrix(clusters=target.has_clusters)
+        for variant in cuda_launch(contract, target.arch).matrix(overlap=target.can_overlap)
     ]
 
 

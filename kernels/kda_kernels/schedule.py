@@ -22,12 +22,17 @@ class Schedule:
             layout kv: value columns of a block, whose warps share the 128 key rows.
         min_blocks: blocks that must fit on a processor together, which bounds the registers.
         carveout: percentage of the L1 cache that is kept as shared memory.
+        batch: layout vk: rows of a warp that are finished together, the whole tile where it is 0.
+        token_first: the warps that prepare the token do so before they read their part of the
+            state, and not while it is on its way.
     """
 
     warps: int
     tile: int
     min_blocks: int
     carveout: int
+    batch: int = 0
+    token_first: bool = False
 
     def splits(self, layout: str) -> int:
         """Return how many blocks share one row and head."""

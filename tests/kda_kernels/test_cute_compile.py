@@ -39,7 +39,7 @@ def share(operator, target):
     All for the one they run on. Each variant for one of the others: all for all of them take too
     long here, and are what `kda-ops build --arch all` compiles.
     """
-    variants = parallel.launch_of(operator).matrix(clusters=target.has_clusters)
+    variants = parallel.launch_of(operator).matrix(overlap=target.can_overlap)
     others = [other for other in TARGETS if other != RUN_ON]
     return variants if target == RUN_ON else variants[others.index(target) :: len(others)]
 

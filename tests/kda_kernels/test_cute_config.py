@@ -13,7 +13,6 @@ from kda_kernels._cute import compile as backend
 from kda_kernels._cute.target import TARGETS, target_of
 from kda_kernels.errors import UnsupportedError
 from kda_kernels.fused_decode.config import SCHEDULES as FUSED
-from kda_kernels.fused_decode.config import WHOLE_HEADS
 from kda_kernels.packed_decode.config import SCHEDULES
 from kda_kernels.packed_decode.contract import CONTRACT
 from kda_kernels.packed_decode.launch import adapter, variant_of
@@ -33,7 +32,7 @@ def variant(values, output=torch.bfloat16):
 
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("table", [SCHEDULES, FUSED, WHOLE_HEADS], ids=["packed", "fused", "whole"])
+@pytest.mark.parametrize("table", [SCHEDULES, FUSED], ids=["packed", "fused"])
 def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(table, layout, itemsize):
     for processors in (1, 16, 108, 132, 148):
         for rows in (1, 2, 5, 8, 33, 512, 100_000):
@@ -46,8 +45,9 @@ def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(table, l
                 held = (cut.tile if layout == "vk" else 128 // cut.warps) // (32 // lanes)
                 assert cut.splits(layout) >= 1
                 assert 128 % (cut.splits(layout)) == 0
-                # Blocks that share a head of fused_decode form a cluster of a portable size.
-                assert table is SCHEDULES or cut.splits(layout) <= (8 if table is FUSED else 1)
+                # The norm of fused_decode needs the whole head.
+                assert table is SCHEDULES or cut.splits(layout) == 1
+                assert cut.tile % (cut.batch or cut.tile) == 0
                 assert held >= 1 and held & (held - 1) == 0
                 if layout == "kv":
                     assert 32 // lanes <= 2 * vector, "more lanes than sums"
@@ -124,7 +124,7 @@ def test_rows_are_read_in_vectors_exactly_when_every_row_starts_at_16_bytes():
 def test_launches_overlap_on_hopper_and_newer_unless_switched_off(monkeypatch):
     monkeypatch.delenv("KDA_PDL", raising=False)
     assert variant(call()).overlaps
-    assert not variant_of(call(), torch.bfloat16, 108, clusters=False).overlaps
+    assert not variant_of(call(), torch.bfloat16, 108, overlap=False).overlaps
     monkeypatch.setenv("KDA_PDL", "0")
     assert not variant(call()).overlaps
 

@@ -62,9 +62,9 @@ def slot_number(first_slot: int | None) -> int:
     return min(first_slot or 0, 1 << 62)
 
 
-def overlaps(clusters: bool) -> bool:
-    """Tell whether launches overlap with the end of the kernel before, as Hopper and newer can.
+def overlaps(can_overlap: bool) -> bool:
+    """Tell whether launches shall overlap with the end of the kernel before, where they can.
 
     ``KDA_PDL=0`` in the environment switches it off; it is read when a signature is new.
     """
-    return clusters and os.environ.get(OVERLAP_VARIABLE, "") != "0"
+    return can_overlap and os.environ.get(OVERLAP_VARIABLE, "") != "0"

@@ -160,27 +160,6 @@ def pointer(base: cute.Pointer, offset: Int64, alignment: int) -> cute.Pointer:
     )
 
 
-@dsl_user_op
-def store_in_cluster(
-    place: cute.Pointer, rank: Int32, value: Float32, *, loc: object = None, ip: object = None
-) -> None:
-    """Store into the shared memory of the cluster's block ``rank``, where ``place`` is here."""
-    llvm.inline_asm(
-        None,
-        [
-            place.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
-            Int32(rank).ir_value(loc=loc, ip=ip),
-            Float32(value).ir_value(loc=loc, ip=ip),
-        ],
-        "{ .reg .u32 there; mapa.shared::cluster.u32 there, $0, $1; "
-        "st.shared::cluster.f32 [there], $2; }",
-        "r,r,f,~{memory}",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-    )
-
-
 def vector(base: cute.Pointer, offset: Int64, count: int, alignment: int) -> cute.Tensor:
     """See ``count`` neighbouring elements, the first at a known alignment, to copy in vectors."""
     return cute.make_tensor(pointer(base, offset, alignment), cute.make_layout(count))

@@ -139,8 +139,8 @@ def put_sums(
         cute.autovec_copy(part[None, c], parts[None, n % per_sum, n // per_sum, column, warp])
 
 
-def get_sums(partial: cute.Pointer, column: Int32, cut: Cut) -> tuple[cute.Tensor, cute.Tensor]:
-    """Return S'k and S'q of a lane's columns, summed over the warps."""
+def get_sums(partial: cute.Pointer, which: int, column: Int32, cut: Cut) -> cute.Tensor:
+    """Return S'k (``which`` 0) or S'q (1) of a lane's columns, summed over the warps."""
     vector, columns = cut.vector, cut.columns
     whole = cute.make_tensor(
         partial,
@@ -148,20 +148,15 @@ def get_sums(partial: cute.Pointer, column: Int32, cut: Cut) -> tuple[cute.Tenso
             (vector, 2, cut.lanes, cut.warps), stride=(1, columns, vector, 2 * columns)
         ),
     )
-    of_k = cute.make_rmem_tensor((vector,), Float32)
-    of_q = cute.make_rmem_tensor((vector,), Float32)
+    sums = cute.make_rmem_tensor((vector,), Float32)
     for j in range(vector):
-        of_k[j] = Float32(0.0)
-        of_q[j] = Float32(0.0)
+        sums[j] = Float32(0.0)
     got = cute.make_rmem_tensor((vector,), Float32)
     for w in range(cut.warps):
-        cute.autovec_copy(whole[None, 0, column, w], got)
+        cute.autovec_copy(whole[None, which, column, w], got)
         for j in range(vector):
-            of_k[j] += got[j]
-        cute.autovec_copy(whole[None, 1, column, w], got)
-        for j in range(vector):
-            of_q[j] += got[j]
-    return of_k, of_q
+            sums[j] += got[j]
+    return sums
 
 
 def update(

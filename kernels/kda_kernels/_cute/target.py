@@ -21,8 +21,8 @@ class Target:
     capability: tuple[int, int]
 
     @property
-    def has_clusters(self) -> bool:
-        """Whether blocks can share work through each other's shared memory."""
+    def can_overlap(self) -> bool:
+        """Whether a kernel can start while the one before ends (programmatic dependent launch)."""
         return self.capability >= (9, 0)
 
 

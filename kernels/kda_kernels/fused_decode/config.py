@@ -1,6 +1,6 @@
 """How fused_decode's CUDA kernel cuts its work.
 
-Lives here: the tables of schedules. Not here: the choice (schedule.py).
+Lives here: the table of schedules. Not here: the choice (schedule.py).
 """
 
 from __future__ import annotations
@@ -9,29 +9,24 @@ import math
 
 from kda_kernels.schedule import Schedule, Table
 
-WHOLE_HEADS: Table = {
-    ("vk", 4): ((math.inf, Schedule(8, 16, 2, 25)),),
-    ("vk", 2): ((math.inf, Schedule(4, 32, 3, 25)),),
-    ("kv", 4): ((math.inf, Schedule(8, 128, 2, 25)),),
-    ("kv", 2): ((math.inf, Schedule(4, 128, 3, 25)),),
-}
-"""Where blocks cannot share a head, because the architecture has no clusters."""
-
 # What was the fastest, or within 3% of it, on an H200 (132 processors, rows 1 to 512, 12, 32 and 64
-# heads). Sharing a head among blocks repeats the convolution of q and k in each of them, so only a
-# few rows are worth it. docs/tuning.md has the figures.
+# heads). Preparing the token before the state is read shortens the way of few states; of many bf16
+# states the loads in flight count for more. docs/tuning.md has the figures.
 SCHEDULES: Table = {
-    ("vk", 4): ((0.3, Schedule(4, 8, 4, 25)), *WHOLE_HEADS["vk", 4]),
+    ("vk", 4): (
+        (10, Schedule(8, 16, 2, 25, 4, token_first=True)),
+        (math.inf, Schedule(16, 8, 2, 25, 4, token_first=True)),
+    ),
     ("vk", 2): (
-        (0.2, Schedule(4, 8, 4, 25)),
-        (1, Schedule(8, 16, 2, 25)),
-        *WHOLE_HEADS["vk", 2],
+        (2.5, Schedule(8, 16, 2, 25, 8, token_first=True)),
+        (3.5, Schedule(4, 32, 3, 25, 16, token_first=True)),
+        (10, Schedule(8, 16, 2, 25, 8, token_first=True)),
+        (50, Schedule(4, 32, 3, 25, 16, token_first=True)),
+        (math.inf, Schedule(4, 32, 3, 25, 16)),
     ),
-    ("kv", 4): (
-        (0.15, Schedule(4, 32, 4, 25)),
-        (0.6, Schedule(4, 64, 4, 25)),
-        *WHOLE_HEADS["kv", 4],
+    ("kv", 4): ((math.inf, Schedule(8, 128, 2, 25, token_first=True)),),
+    ("kv", 2): (
+        (1.2, Schedule(8, 128, 2, 25, token_first=True)),
+        (math.inf, Schedule(4, 128, 3, 25)),
     ),
-    ("kv", 2): ((0.15, Schedule(4, 32, 4, 25)), *WHOLE_HEADS["kv", 2]),
 }
-"""Hopper and newer."""

@@ -1,8 +1,8 @@
 """fused_decode in CuTe DSL: convolution, gates, one pass over the state, gated RMSNorm.
 
-Lives here: the kernels and how a variant is traced for the compiler. A thread block, or a cluster
-of them, owns one row's head. While its lanes read the state, its first four warps make q, k, v and
-the decay in shared memory; the norm gathers the squares of the whole head at the end.
+Lives here: the kernels and how a variant is traced for the compiler. A thread block owns one row's
+head. While its other warps read the state, the first ones make q, k, v, the decay and the gain
+behind the norm in shared memory; one warp makes the norm at the end.
 Not here: the passes over the state (_cute/value_rows.py, _cute/key_rows.py), the convolution
 (_cute/convolution.py), which variant a call needs (launch.py), how work is cut (config.py).
 """
@@ -20,9 +20,7 @@ from kda_kernels._cute.tracing import MAX_GRID_Y, any_tensor, grid
 from kda_kernels.contract.spec import HEAD_DIM as D
 from kda_kernels.fused_decode.launch import TENSORS, Variant
 
-ROLES = 4
-"""What a block's first warps make of a token: q, k, v and the decay."""
-DECAY, K, Q, V = 0, 1, 2, 3
+DECAY, K, Q, V, GAIN = 0, 1, 2, 3, 4
 """Where they lie in shared memory; key_rows reads the first three together."""
 ROWS_OF_PARTS = (Q, K, V)
 """Where each part of x goes."""
@@ -33,47 +31,42 @@ def form_of(v: Variant) -> convolution.Form:
     return convolution.Form(v.columns, v.by_channel, v.taps_last, v.aligned)
 
 
-class Kept:
-    """Registers for what a lane has read of window and row, which move_window writes back.
-
-    A warp has one part of x, and then one set serves, or in a small block several.
-    """
-
-    def __init__(self, v: Variant, activation: Any) -> None:  # noqa: ANN401 - a traced type
-        """Reserve the registers."""
-        sets = 1 if v.schedule.warps >= len(ROWS_OF_PARTS) else len(ROWS_OF_PARTS)
-        shape = cute.make_layout((convolution.CHANNELS, v.columns), stride=(v.columns, 1))
-        windows = [cute.make_rmem_tensor(shape, activation) for _ in range(sets)]
-        fresh = [cute.make_rmem_tensor((convolution.CHANNELS,), activation) for _ in range(sets)]
-        self.window = [windows[part % sets] for part in range(len(ROWS_OF_PARTS))]
-        self.fresh = [fresh[part % sets] for part in range(len(ROWS_OF_PARTS))]
-
-
 @cute.jit
 def prepare(
     x: cute.Tensor,
     weight: cute.Tensor,
     conv_bias: cute.Tensor,
     raw_gate: cute.Tensor,
+    raw_beta: cute.Tensor,
     A_log: cute.Tensor,
     dt_bias: cute.Tensor,
+    output_gate: cute.Tensor,
+    norm_weight: cute.Tensor,
     slot_window: cute.Pointer,
     place: tuple[Int32, Int32, Int32, Int32],
     scale: Float32,
     lower_bound: Float32,
     token: cutlass.Constexpr,
-    kept: cutlass.Constexpr,
     v: cutlass.Constexpr,
 ) -> None:
-    """Make q and k, as unit vectors, v and the decay in shared memory, each with one warp."""
+    """Make a token in shared memory, each of its rows with the lanes of one warp.
+
+    Its rows are q and k, as unit vectors, v, the decay, and the gain behind the norm. A lane that
+    has read its part of the window is the only one to do so, and writes it back moved by a column.
+    """
     row, head, warp, lane = place
     form, count = const_expr(form_of(v)), const_expr(convolution.CHANNELS)
     per_part = Int32(x.shape[1]) // 3
     channel = head * D + lane * count
+    decays, gains, beta = token.rows[DECAY], token.rows[GAIN], token.beta
     for part in cutlass.range_constexpr(3):
+        row_of_part = token.rows[ROWS_OF_PARTS[part]]
         if warp == part % v.schedule.warps:
             at = part * per_part + channel
-            window, fresh = kept.window[part], kept.fresh[part]
+            window = cute.make_rmem_tensor(
+                cute.make_layout((count, v.columns), stride=(v.columns, 1)), x.element_type
+            )
+            fresh = cute.make_rmem_tensor((count,), x.element_type)
             convolution.read_window(slot_window, at, 3 * per_part, form, window)
             convolution.read_token(x.iterator, Int64(row) * x.stride[0] + at, form, fresh)
             taps = convolution.read_taps(weight.iterator, part, channel, per_part, form)
@@ -81,6 +74,7 @@ def prepare(
             if const_expr(conv_bias is not None):
                 bias = device.read(conv_bias.iterator, Int64(at), count, v.aligned)
             made = convolution.silu_of_sum(taps, bias, window, fresh, form)
+            convolution.write_window(slot_window, at, 3 * per_part, form, window, fresh)
             if const_expr(part < 2):
                 squares = device.lane_sum(device.sum_of_squares(made), 32)
                 unit = cute.math.rsqrt(squares + device.L2_EPS)
@@ -89,7 +83,7 @@ def prepare(
                 for c in cutlass.range_constexpr(count):
                     made[c] = made[c] * unit
             for c in cutlass.range_constexpr(count):
-                token[ROWS_OF_PARTS[part]][lane * count + c] = made[c]
+                row_of_part[lane * count + c] = made[c]
     if warp == 3 % v.schedule.warps:
         at = Int64(row) * raw_gate.stride[v.row_axis("raw_gate")] + channel
         a = device.read(raw_gate.iterator, at, count, v.aligned)
@@ -97,80 +91,82 @@ def prepare(
         rate = cute.math.exp(device.element(A_log.iterator, Int64(head)))
         for c in cutlass.range_constexpr(count):
             d = device.decay(a[c] + bias[c], rate, lower_bound, v.softplus)
-            token[DECAY][lane * count + c] = d
+            decays[lane * count + c] = d
+    if warp == 4 % v.schedule.warps:
+        at = Int64(row) * output_gate.stride[v.row_axis("output_gate")] + channel
+        gate = device.read(output_gate.iterator, at, count, False)
+        weights = device.read(norm_weight.iterator, Int64(lane * count), count, False)
+        for c in cutlass.range_constexpr(count):
+            gains[lane * count + c] = weights[c] * device.sigmoid(gate[c])
+        axis = const_expr(v.beta_axis)
+        at = Int64(row) * raw_beta.stride[axis] + Int64(head) * raw_beta.stride[axis + 1]
+        logit = device.element(raw_beta.iterator, at)
+        if lane == 0:
+            beta[0] = device.sigmoid(logit)
 
 
-@cute.jit
-def move_window(
-    slot_window: cute.Pointer,
-    channels: Int32,
-    place: tuple[Int32, Int32, Int32, Int32],
-    split: Int32,
-    kept: cutlass.Constexpr,
-    v: cutlass.Constexpr,
-) -> None:
-    """Write the window back, moved by one column; one of the blocks does each part."""
-    _, head, warp, lane = place
-    splits = const_expr(v.schedule.splits(v.layout))
-    for part in cutlass.range_constexpr(3):
-        if (warp == part % v.schedule.warps) & (split == part % splits):
-            channel = part * (channels // 3) + head * D + lane * convolution.CHANNELS
-            convolution.write_window(
-                slot_window,
-                channel,
-                channels,
-                form_of(v),
-                kept.window[part],
-                kept.fresh[part],
-            )
-
-
-def beta_at(raw_beta: cute.Tensor, row: Int32, head: Int32, v: Variant) -> Int64:
-    """Return where a row's head has its beta."""
-    axis = v.beta_axis
-    return Int64(row) * raw_beta.stride[axis] + Int64(head) * raw_beta.stride[axis + 1]
-
-
-def reserve_token(smem: SmemAllocator, *, by_key: bool) -> tuple[cute.Pointer, list[Any]]:
-    """Reserve shared memory for a token: where it starts, and its four rows of 128.
+class Token:
+    """A token in shared memory: five rows of 128 and its beta.
 
     ``by_key`` puts decay, k, q and a filler of each key side by side, so that one access fetches
-    what a key row of the state needs; the values follow behind.
+    what a key row of the state needs; the other rows follow behind.
     """
-    base = smem.allocate_tensor(Float32, cute.make_layout(5 * D), byte_alignment=16).iterator
-    starts, step = ((0, 1, 2, 4 * D), 4) if by_key else ((0, D, 2 * D, 3 * D), 1)
-    layouts = [cute.make_layout(D, stride=step)] * 3 + [cute.make_layout(D)]
-    rows = [cute.make_tensor(base + at, k) for at, k in zip(starts, layouts, strict=True)]
-    return base, rows
+
+    def __init__(self, smem: SmemAllocator, *, by_key: bool) -> None:
+        """Reserve the memory."""
+        size = 6 * D
+        self.base = smem.allocate_tensor(
+            Float32, cute.make_layout(size), byte_alignment=16
+        ).iterator
+        starts, step = ((0, 1, 2, 4 * D, 5 * D), 4) if by_key else (range(0, 5 * D, D), 1)
+        steps = (step, step, step, 1, 1)
+        self.rows = [
+            cute.make_tensor(self.base + at, cute.make_layout(D, stride=apart))
+            for at, apart in zip(starts, steps, strict=True)
+        ]
+        self.beta = smem.allocate_tensor(Float32, cute.make_layout(1), byte_alignment=16)
 
 
-def dot_of_units(token: list[Any], lane: Int32) -> Float32:
+def dot_of_units(token: Token, lane: Int32) -> Float32:
     """Return k.q of the unit vectors, in every lane."""
     total = Float32(0.0)
     for j in range(D // 32):
         at = lane + 32 * j
-        total = cute.math.fma(token[K][at], token[Q][at], total)
+        total = cute.math.fma(token.rows[K][at], token.rows[Q][at], total)
     return device.lane_sum(total, 32)
 
 
-@cute.jit
-def share_squares(
-    mine: Float32, place: cute.Pointer, lane: Int32, splits: cutlass.Constexpr
+def finish(
+    made: cute.Tensor, token: Token, target: cute.Tensor, lane: Int32, norm_eps: Float32
 ) -> None:
-    """Leave a warp's sum of squares at ``place`` in every block that shares the head."""
-    if const_expr(splits == 1):
-        if lane == 0:
-            cute.make_tensor(place, cute.make_layout(1))[0] = mine
-    elif lane < splits:
-        device.store_in_cluster(place, lane, mine)
+    """Write the gated RMSNorm of a head with the lanes of one warp.
+
+    Args:
+        made: what the recurrence made, [128] in shared memory.
+        token: its gain is norm_weight * sigmoid(output_gate).
+        target: the head's output.
+        lane: within the warp.
+        norm_eps: of the norm.
+    """
+    count = D // 32
+    by_lane = cute.make_layout((count, 32))
+    o = cute.make_rmem_tensor((count,), Float32)
+    gain = cute.make_rmem_tensor((count,), Float32)
+    cute.autovec_copy(cute.make_tensor(made.iterator, by_lane)[None, lane], o)
+    cute.autovec_copy(cute.make_tensor(token.rows[GAIN].iterator, by_lane)[None, lane], gain)
+    total = device.lane_sum(device.sum_of_squares(o), 32)
+    unit = cute.math.rsqrt(total * (1.0 / D) + norm_eps)
+    y = cute.make_rmem_tensor((count,), target.element_type)
+    for c in range(count):
+        y[c] = target.element_type(o[c] * unit * gain[c])
+    cute.autovec_copy(y, cute.make_tensor(target.iterator + lane * count, cute.make_layout(count)))
 
 
-def scale_of_norm(squares: cute.Tensor, count: int, eps: Float32) -> Float32:
-    """Return 1 / sqrt(mean of squares + eps) of the whole head."""
-    total = squares[0]
-    for i in range(1, count):
-        total = total + squares[i]
-    return cute.math.rsqrt(total * (1.0 / D) + eps)
+@cute.jit
+def write_zeros(target: cute.Tensor, thread: Int32) -> None:
+    """Write a null row's output."""
+    if thread < D:
+        target[thread] = target.element_type(0.0)
 
 
 @cute.kernel
@@ -194,110 +190,87 @@ def value_rows_kernel(
     first_slot: Int64,
     v: cutlass.Constexpr,
 ) -> None:
-    """Layout vk: a warp owns value rows whole; blocks share a head by value rows."""
-    cut = const_expr(value_rows.Cut(state.element_type.width, v.schedule.tile))
-    warps, splits = const_expr(v.schedule.warps), const_expr(v.schedule.splits("vk"))
+    """Layout vk: a warp owns value rows whole and finishes them in batches."""
+    tile, batch = const_expr(v.schedule.tile), const_expr(v.schedule.batch or v.schedule.tile)
+    whole = const_expr(value_rows.Cut(state.element_type.width, tile))
+    cut = const_expr(value_rows.Cut(state.element_type.width, batch))
+    warps = const_expr(v.schedule.warps)
     device.wait_for_the_kernel_before(v.overlaps)
     thread, _, _ = cute.arch.thread_idx()
-    index, y, z = cute.arch.block_idx()
-    split, head, row = index % splits, index // splits, y + z * MAX_GRID_Y
+    head, y, z = cute.arch.block_idx()
+    row = y + z * MAX_GRID_Y
     lane, warp = thread % 32, thread // 32
     group, key = lane // cut.lanes, lane % cut.lanes
-    first = (split * warps + warp) * v.schedule.tile
-    mine = first + cut.finished(key, group)
     heads = state.shape[1]
     slot, live = device.slot_and_liveness(
-        state_indices,
-        row,
-        Int64(state.shape[0]),
-        first_slot,
-        v.wraps,
+        state_indices, row, Int64(state.shape[0]), first_slot, v.wraps
     )
-    writes = cut.finishes(key)
     smem = SmemAllocator()
-    _, token = reserve_token(smem, by_key=False)
-    squares = smem.allocate_tensor(Float32, cute.make_layout((warps * splits,)), byte_alignment=16)
+    token = Token(smem, by_key=False)
+    made = smem.allocate_tensor(Float32, cute.make_layout((D,)), byte_alignment=16)
     if row < x.shape[0]:
         target = cute.make_tensor(
-            output.iterator + ((Int64(row) * heads + head) * D + mine),
-            cute.make_layout(cut.kept, stride=cut.together),
+            output.iterator + (Int64(row) * heads + head) * D, cute.make_layout(D)
         )
-        place = (row, head, warp, lane)
-        channels = Int32(x.shape[1])
-        kept = Kept(v, x.element_type)
         if live:
-            base = device.pointer(
-                state.iterator, slot * state.stride[0] + Int64(head) * (D * D), VECTOR_BYTES
-            )
-            S = value_rows.view(base, cut)
-            tile = value_rows.load(S, first + group, key, cut)
-            device.let_the_next_kernel_start(v.overlaps)
+            place = (row, head, warp, lane)
             slot_window = device.pointer(
                 conv_state.iterator, slot * conv_state.stride[0], convolution.SLOT_BYTES
             )
-            prepare(
-                x,
-                weight,
-                conv_bias,
-                raw_gate,
-                A_log,
-                dt_bias,
+            inputs = (x, weight, conv_bias, raw_gate, raw_beta, A_log, dt_bias)
+            ingredients = (
+                *inputs,
+                output_gate,
+                norm_weight,
                 slot_window,
                 place,
                 scale,
                 lower_bound,
                 token,
-                kept,
                 v,
             )
-            if const_expr(splits == 1):
-                move_window(slot_window, channels, place, split, kept, v)
-            else:
-                cute.arch.cluster_arrive()
-            b = device.sigmoid(device.element(raw_beta.iterator, beta_at(raw_beta, row, head, v)))
-            gain = cute.make_rmem_tensor((cut.kept,), Float32)
-            for i in cutlass.range_constexpr(cut.kept):
-                at = mine + i * cut.together
-                step = output_gate.stride[v.row_axis("output_gate")]
-                g = device.element(output_gate.iterator, Int64(row) * step + (head * D + at))
-                gain[i] = device.sigmoid(g) * device.element(norm_weight.iterator, Int64(at))
+            base = device.pointer(
+                state.iterator, slot * state.stride[0] + Int64(head) * (D * D), VECTOR_BYTES
+            )
+            S = value_rows.view(base, cut)
+            first = warp * tile
+            if const_expr(v.schedule.token_first):
+                prepare(*ingredients)
+            rows_of_state = value_rows.load(S, first + group, key, whole)
+            device.let_the_next_kernel_start(v.overlaps)
+            if const_expr(not v.schedule.token_first):
+                prepare(*ingredients)
             cute.arch.sync_threads()
             d = cute.make_rmem_tensor((cut.vector,), Float32)
             k = cute.make_rmem_tensor((cut.vector,), Float32)
             q = cute.make_rmem_tensor((cut.vector,), Float32)
+            by_lane = cute.make_layout((cut.vector, cut.lanes))
             for r, registers in ((DECAY, d), (K, k), (Q, q)):
-                by_lane = cute.make_layout((cut.vector, cut.lanes))
-                by_lane = cute.make_tensor(token[r].iterator, by_lane)
-                cute.autovec_copy(by_lane[None, key], registers)
+                source = cute.make_tensor(token.rows[r].iterator, by_lane)
+                cute.autovec_copy(source[None, key], registers)
             kq = dot_of_units(token, lane)
-            sk, sq = value_rows.sums(tile, d, k, q, key, cut)
-            bu = cute.make_rmem_tensor((cut.kept,), Float32)
-            o = cute.make_rmem_tensor((cut.kept,), Float32)
-            square = Float32(0.0)
-            for i in cutlass.range_constexpr(cut.kept):
-                bu[i] = b * (token[V][mine + i * cut.together] - sk[i])
-                o[i] = Float32(x.element_type(sq[i] + bu[i] * kq))
-                square += o[i] * o[i]
-            square = device.lane_sum(cutlass.select_(writes, square, Float32(0.0)), 32)
-            if const_expr(splits > 1):
-                cute.arch.cluster_wait()
-                move_window(slot_window, channels, place, split, kept, v)
-            share_squares(square, squares.iterator + (split * warps + warp), lane, splits)
-            if const_expr(splits > 1):
-                cute.arch.cluster_arrive()
-            value_rows.update(tile, d, k, bu, group, cut)
-            value_rows.store(tile, S, first + group, key, cut)
-            if const_expr(splits > 1):
-                cute.arch.cluster_wait()
-            else:
-                cute.arch.sync_threads()
-            unit = scale_of_norm(squares, warps * splits, norm_eps)
-            if writes:
+            b = token.beta[0]
+            for n in cutlass.range_constexpr(tile // batch):
+                start = first + n * batch
+                mine = start + cut.finished(key, group)
+                part = cute.make_tensor(
+                    rows_of_state.iterator + n * cut.held * cut.vector,
+                    cute.make_layout((cut.vector, cut.held)),
+                )
+                sk, sq = value_rows.sums(part, d, k, q, key, cut)
+                bu = cute.make_rmem_tensor((cut.kept,), Float32)
                 for i in cutlass.range_constexpr(cut.kept):
-                    target[i] = output.element_type(o[i] * unit * gain[i])
-        elif writes:
-            for i in cutlass.range_constexpr(cut.kept):
-                target[i] = output.element_type(0.0)
+                    at = mine + i * cut.together
+                    bu[i] = b * (token.rows[V][at] - sk[i])
+                    if cut.finishes(key):
+                        made[at] = Float32(x.element_type(sq[i] + bu[i] * kq))
+                value_rows.update(part, d, k, bu, group, cut)
+                value_rows.store(part, S, start + group, key, cut)
+            cute.arch.sync_threads()
+            if warp == warps - 1:
+                finish(made, token, target, lane, norm_eps)
+        else:
+            write_zeros(target, thread)
 
 
 @cute.kernel
@@ -321,105 +294,78 @@ def key_rows_kernel(
     first_slot: Int64,
     v: cutlass.Constexpr,
 ) -> None:
-    """Layout kv: a block owns value columns and every warp finishes all of them for itself."""
+    """Layout kv: a warp owns key rows, and all warps finish the sums of all value columns."""
     cut = const_expr(key_rows.Cut(state.element_type.width, v.schedule.warps, v.schedule.tile))
-    vector, columns, splits = cut.vector, cut.columns, const_expr(v.schedule.splits("kv"))
+    vector = const_expr(cut.vector)
     device.wait_for_the_kernel_before(v.overlaps)
     thread, _, _ = cute.arch.thread_idx()
-    index, y, z = cute.arch.block_idx()
-    split, head, row = index % splits, index // splits, y + z * MAX_GRID_Y
+    head, y, z = cute.arch.block_idx()
+    row = y + z * MAX_GRID_Y
     lane, warp = thread % 32, thread // 32
     group, column = lane // cut.lanes, lane % cut.lanes
     heads = state.shape[1]
     slot, live = device.slot_and_liveness(
-        state_indices,
-        row,
-        Int64(state.shape[0]),
-        first_slot,
-        v.wraps,
+        state_indices, row, Int64(state.shape[0]), first_slot, v.wraps
     )
     smem = SmemAllocator()
-    base_of_token, token = reserve_token(smem, by_key=True)
-    factors = cute.make_tensor(base_of_token, cute.make_layout((4, D)))
+    token = Token(smem, by_key=True)
+    factors = cute.make_tensor(token.base, cute.make_layout((4, D)))
     partial = key_rows.partial_sums(smem, cut)
-    squares = smem.allocate_tensor(Float32, cute.make_layout((splits,)), byte_alignment=16)
+    made = smem.allocate_tensor(Float32, cute.make_layout((D,)), byte_alignment=16)
     if row < x.shape[0]:
-        mine = split * columns + column * vector
         target = cute.make_tensor(
-            output.iterator + ((Int64(row) * heads + head) * D + mine), cute.make_layout(vector)
+            output.iterator + (Int64(row) * heads + head) * D, cute.make_layout(D)
         )
-        place = (row, head, warp, lane)
-        channels = Int32(x.shape[1])
-        kept = Kept(v, x.element_type)
         if live:
-            base = device.pointer(
-                state.iterator, slot * state.stride[0] + Int64(head) * (D * D), VECTOR_BYTES
-            )
-            S = key_rows.view(base, cut)
-            first = warp * cut.keys + group
-            at = split * cut.lanes + column
-            tile = key_rows.load(S, first, at, cut)
-            device.let_the_next_kernel_start(v.overlaps)
+            place = (row, head, warp, lane)
             slot_window = device.pointer(
                 conv_state.iterator, slot * conv_state.stride[0], convolution.SLOT_BYTES
             )
-            prepare(
-                x,
-                weight,
-                conv_bias,
-                raw_gate,
-                A_log,
-                dt_bias,
+            inputs = (x, weight, conv_bias, raw_gate, raw_beta, A_log, dt_bias)
+            ingredients = (
+                *inputs,
+                output_gate,
+                norm_weight,
                 slot_window,
                 place,
                 scale,
                 lower_bound,
                 token,
-                kept,
                 v,
             )
-            if const_expr(splits == 1):
-                move_window(slot_window, channels, place, split, kept, v)
-            else:
-                cute.arch.cluster_arrive()
-            b = device.sigmoid(device.element(raw_beta.iterator, beta_at(raw_beta, row, head, v)))
+            base = device.pointer(
+                state.iterator, slot * state.stride[0] + Int64(head) * (D * D), VECTOR_BYTES
+            )
+            S = key_rows.view(base, cut)
+            first = warp * cut.keys + group
+            if const_expr(v.schedule.token_first):
+                prepare(*ingredients)
+            tile = key_rows.load(S, first, column, cut)
+            device.let_the_next_kernel_start(v.overlaps)
+            if const_expr(not v.schedule.token_first):
+                prepare(*ingredients)
             cute.arch.sync_threads()
             key_rows.put_sums(tile, factors, first, (lane, group, column, warp), partial, cut)
-            kq = dot_of_units(token, lane)
             cute.arch.sync_threads()
-            sk, sq = key_rows.get_sums(partial, column, cut)
+            sk = key_rows.get_sums(partial, 0, column, cut)
             bu = cute.make_rmem_tensor((vector,), Float32)
-            o = cute.make_rmem_tensor((vector,), Float32)
-            square = Float32(0.0)
+            b = token.beta[0]
             for j in cutlass.range_constexpr(vector):
-                bu[j] = b * (token[V][mine + j] - sk[j])
-                o[j] = Float32(x.element_type(sq[j] + bu[j] * kq))
-                square += o[j] * o[j]
-            square = device.lane_sum(square, cut.lanes)
-            if const_expr(splits > 1):
-                cute.arch.cluster_wait()
-                move_window(slot_window, channels, place, split, kept, v)
-                if warp == 0:
-                    share_squares(square, squares.iterator + split, lane, splits)
-                cute.arch.cluster_arrive()
+                bu[j] = b * (token.rows[V][column * vector + j] - sk[j])
+            if warp == 0:
+                kq = dot_of_units(token, lane)
+                sq = key_rows.get_sums(partial, 1, column, cut)
+                if group == 0:
+                    for j in cutlass.range_constexpr(vector):
+                        o = Float32(x.element_type(sq[j] + bu[j] * kq))
+                        made[column * vector + j] = o
+                cute.arch.sync_warp()
             key_rows.update(tile, factors, first, bu, cut)
-            key_rows.store(tile, S, first, at, cut)
-            unit = cute.math.rsqrt(square * (1.0 / D) + norm_eps)
-            if const_expr(splits > 1):
-                cute.arch.cluster_wait()
-                unit = scale_of_norm(squares, splits, norm_eps)
-            if (warp == 0) & (group == 0):
-                step = output_gate.stride[v.row_axis("output_gate")]
-                g = device.read(
-                    output_gate.iterator, Int64(row) * step + (head * D + mine), vector, False
-                )
-                gain = device.read(norm_weight.iterator, Int64(mine), vector, False)
-                for j in cutlass.range_constexpr(vector):
-                    y_j = o[j] * unit * (device.sigmoid(g[j]) * gain[j])
-                    target[j] = output.element_type(y_j)
-        elif (warp == 0) & (group == 0):
-            for j in cutlass.range_constexpr(vector):
-                target[j] = output.element_type(0.0)
+            key_rows.store(tile, S, first, column, cut)
+            if warp == 0:
+                finish(made, token, target, lane, norm_eps)
+        else:
+            write_zeros(target, thread)
 
 
 @cute.jit
@@ -448,11 +394,9 @@ def fused_decode(
     head = (x, weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, state_indices)
     tail = (output_gate, norm_weight, conv_bias, output, scale, lower_bound, norm_eps, first_slot)
     kernel = const_expr(key_rows_kernel if v.layout == "kv" else value_rows_kernel)
-    splits = const_expr(v.schedule.splits(v.layout))
     kernel(*head, *tail, v).launch(
-        grid=grid(splits * state.shape[1], x.shape[0]),
+        grid=grid(state.shape[1], x.shape[0]),
         block=[v.schedule.warps * 32, 1, 1],
-        cluster=const_expr([splits, 1, 1] if splits > 1 else None),
         stream=stream,
         use_pdl=v.overlaps,
         min_blocks_per_mp=v.schedule.min_blocks,

@@ -20,7 +20,7 @@ from kda_kernels._cute import compile as backend
 from kda_kernels._cute.target import Target
 from kda_kernels.contract.example import Kinds, example
 from kda_kernels.contract.spec import HEAD_DIM
-from kda_kernels.fused_decode.config import SCHEDULES, WHOLE_HEADS
+from kda_kernels.fused_decode.config import SCHEDULES
 from kda_kernels.fused_decode.contract import CONTRACT
 from kda_kernels.schedule import Schedule, choose, every
 
@@ -74,7 +74,7 @@ class Variant:
 
 
 def variant_of(
-    values: Mapping[str, Any], output: torch.dtype, processors: int, *, clusters: bool = True
+    values: Mapping[str, Any], output: torch.dtype, processors: int, *, overlap: bool = True
 ) -> Variant:
     """Return the variant that serves a call of at least one row.
 
@@ -82,23 +82,22 @@ def variant_of(
         values: the contract's arguments by name.
         output: type of the output.
         processors: streaming multiprocessors of the device.
-        clusters: whether the device is of the architectures whose blocks can share a head and
-            whose launches can overlap, Hopper and newer.
+        overlap: whether launches can overlap on the device.
     """
     state, x, layout = values["state"], values["x"], values["state_layout"]
     weight, window, indices = values["weight"], values["conv_state"], values["state_indices"]
-    gate, table = values["raw_gate"], SCHEDULES if clusters else WHOLE_HEADS
+    gate = values["raw_gate"]
     tensors = {name: values.get(name) for name in TENSORS}
     tensors["A_log"] = call.at_least_one_axis(values["A_log"])
     flat = (weight, values["dt_bias"], values["conv_bias"])
     return Variant(
         layout=layout,
         schedule=choose(
-            table, layout, state.element_size(), x.shape[0], state.shape[1], processors
+            SCHEDULES, layout, state.element_size(), x.shape[0], state.shape[1], processors
         ),
         softplus=values["lower_bound"] is None,
         wraps=indices is not None and values["first_slot"] is None,
-        overlaps=call.overlaps(clusters),
+        overlaps=call.overlaps(overlap),
         aligned=call.are_aligned(((x, 0), (gate, call.row_axis(gate.dim()))), *flat),
         columns=window.shape[2],
         by_channel=window.stride(1) != 1,
@@ -108,7 +107,7 @@ def variant_of(
     )
 
 
-def matrix(*, clusters: bool = True) -> tuple[Variant, ...]:
+def matrix(*, overlap: bool = True) -> tuple[Variant, ...]:
     """Return the default variants: a bundle holds them, tests compile them for every architecture.
 
     They are what serving engines call: bfloat16 rows that start at multiples of 16 bytes, windows
@@ -116,16 +115,15 @@ def matrix(*, clusters: bool = True) -> tuple[Variant, ...]:
     state types, both state layouts, both gates, and every schedule.
 
     Args:
-        clusters: as in :func:`variant_of`.
+        overlap: as in :func:`variant_of`.
     """
     found: list[Variant] = []
-    table = SCHEDULES if clusters else WHOLE_HEADS
     states, bounds, windows = (torch.float32, torch.bfloat16), (-5.0, None), ("SD", "DS")
     for layout, state, bound, window in itertools.product(("vk", "kv"), states, bounds, windows):
         scalars = {"state_layout": layout, "lower_bound": bound}
         values = example(CONTRACT, kinds=Kinds(state=state, window=window), scalars=scalars)
-        one = variant_of(values, torch.bfloat16, processors=1, clusters=clusters)
-        found += [replace(one, schedule=cut) for cut in every(table, layout, state.itemsize)]
+        one = variant_of(values, torch.bfloat16, processors=1, overlap=overlap)
+        found += [replace(one, schedule=cut) for cut in every(SCHEDULES, layout, state.itemsize)]
     return tuple(found)
 
 
@@ -134,7 +132,7 @@ def kernel(
 ) -> Callable[..., None]:
     """Return the function that serves a call's signature and takes the contract's arguments."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    variant = variant_of(values, output, processors, clusters=target.has_clusters)
+    variant = variant_of(values, output, processors, overlap=target.can_overlap)
     function = backend.load("fused_decode", variant, target, trace, SOURCES)
     return adapter(function, values)
 

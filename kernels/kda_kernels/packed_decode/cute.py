@@ -197,7 +197,8 @@ def key_rows_kernel(
                 qkv.iterator, token + ((2 * heads + head) * D + at * vector), vector, False
             )
             cute.arch.sync_threads()
-            sk, sq = key_rows.get_sums(partial, column, cut)
+            sk = key_rows.get_sums(partial, 0, column, cut)
+            sq = key_rows.get_sums(partial, 1, column, cut)
             bu = cute.make_rmem_tensor((vector,), Float32)
             for j in cutlass.range_constexpr(vector):
                 bu[j] = b * (values[j] - sk[j])

@@ -76,7 +76,7 @@ def variant_of(
     output: torch.dtype,
     processors: int,
     *,
-    clusters: bool = True,
+    overlap: bool = True,
 ) -> Variant:
     """Return the variant that serves a call of at least one row.
 
@@ -84,8 +84,7 @@ def variant_of(
         values: the contract's arguments by name.
         output: type of the output.
         processors: streaming multiprocessors of the device.
-        clusters: whether the device is of the architectures whose blocks can share work and whose
-            launches can overlap, Hopper and newer.
+        overlap: whether launches can overlap on the device.
     """
     state, qkv, gate = values["state"], values["mixed_qkv"], values["raw_gate"]
     indices, layout = values["state_indices"], values["state_layout"]
@@ -105,7 +104,7 @@ def variant_of(
         schedule=cut,
         softplus=values["lower_bound"] is None,
         wraps=indices is not None and values["first_slot"] is None,
-        overlaps=call.overlaps(clusters),
+        overlaps=call.overlaps(overlap),
         # Lanes of the other schedule read single elements of the rows anyway.
         aligned=layout == "vk"
         and call.are_aligned(((qkv, 0), (gate, call.row_axis(gate.dim()))), values["dt_bias"]),
@@ -115,7 +114,7 @@ def variant_of(
     )
 
 
-def matrix(*, clusters: bool = True) -> tuple[Variant, ...]:
+def matrix(*, overlap: bool = True) -> tuple[Variant, ...]:
     """Return the default variants: a bundle holds them, tests compile them for every architecture.
 
     They are what serving engines call: bfloat16 rows that start at multiples of 16 bytes, float32
@@ -124,14 +123,14 @@ def matrix(*, clusters: bool = True) -> tuple[Variant, ...]:
     Everything is read off example calls, so that a real call of the kind finds its variant.
 
     Args:
-        clusters: as in :func:`variant_of`.
+        overlap: as in :func:`variant_of`.
     """
     found: list[Variant] = []
     states, bounds = (torch.float32, torch.bfloat16), (-5.0, None)
     for layout, state, bound in itertools.product(("vk", "kv"), states, bounds):
         scalars = {"state_layout": layout, "lower_bound": bound}
         values = example(CONTRACT, kinds=Kinds(state=state), scalars=scalars)
-        one = variant_of(values, torch.bfloat16, processors=1, clusters=clusters)
+        one = variant_of(values, torch.bfloat16, processors=1, overlap=overlap)
         found += [replace(one, schedule=cut) for cut in every(SCHEDULES, layout, state.itemsize)]
     return tuple(found)
 
@@ -141,7 +140,7 @@ def kernel(
 ) -> Callable[..., None]:
     """Return the function that serves a call's signature and takes the contract's arguments."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    variant = variant_of(values, output, processors, clusters=target.has_clusters)
+    variant = variant_of(values, output, processors, overlap=target.can_overlap)
     function = backend.load("packed_decode", variant, target, trace, SOURCES)
     return adapter(function, variant, values)
 
