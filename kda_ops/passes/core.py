@@ -99,13 +99,15 @@ def read_core(found: Anchor, same: dict[Node, Node]) -> Core:
     rows = row_count(scope, found)
     index = state_index(scope, found.pool, rows)
     reader = make_reader(scope, found)
-    new, at, mask = unmasked(scope, found, found.from_memory(index))
+    place = found.from_memory(index)
+    new, at, mask = unmasked(scope, found, place)
     written = stored_value(found, new)
     update = read_update(reader, written, at, index)
     gate = read_gate(reader, update.decay, update.key_axis)
     beta = read_beta(reader, update.beta, written)
     output = find_output(reader, found, update, index)
-    stored = frozenset({found.value, scope.resolve(found.value, at).node, new})
+    held = scope.resolve(found.value, place[len(place) - len(scope.shape(found.value)) :]).node
+    stored = frozenset({found.value, held, new})
     return Core(found, reader, index, update, gate, beta, output, mask, stored)
 
 

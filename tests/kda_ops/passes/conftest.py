@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from kda_ops.passes import Finding, Options, rewrite_graph
 
@@ -237,6 +239,49 @@ def compare(found: Tensor, expected: Tensor, tolerance: float) -> None:
     scale = max(expected.float().abs().max().item(), 1e-3)
     worst = (found.float() - expected.float()).abs().max().item()
     assert math.isfinite(worst) and worst <= tolerance * scale
+
+
+@dataclass
+class Traced:
+    """What the pass did to a graph, and the largest difference to eager, in tolerances."""
+
+    findings: list[Finding]
+    difference: float
+    targets: list[str]
+
+
+def trace(
+    tensors: dict[str, Any],
+    function: Callable[[dict[str, Any]], Tensor],
+    tolerance: dict[torch.dtype, float],
+) -> Traced:
+    """Trace a function as AOTAutograd does (without Dynamo), rewrite it, and run it next to eager.
+
+    All tensors are compared: what the function returns and what it has updated in place.
+    """
+    names, values = zip(*tensors.items(), strict=True)
+
+    def call(*given: Any) -> Tensor:
+        return function(dict(zip(names, given, strict=True)))
+
+    def copies() -> list[Any]:
+        return [v.clone() if isinstance(v, Tensor) else v for v in values]
+
+    functional = torch.func.functionalize(call, remove="mutations")
+    table, eager, rewritten = select_decomp_table(), copies(), copies()
+    with torch.no_grad():
+        module = make_fx(functional, decomposition_table=table, tracing_mode="fake")(*copies())
+        module.graph.eliminate_dead_code()
+        findings = rewrite_graph(module.graph)
+        module.recompile()
+        pairs = [(module(*rewritten), call(*eager)), *zip(rewritten, eager, strict=True)]
+    worst = 0.0
+    for found, wanted in (pair for pair in pairs if isinstance(pair[0], Tensor)):
+        assert found.dtype == wanted.dtype and found.shape == wanted.shape
+        scale = tolerance.get(wanted.dtype, 0.0) * (1 + wanted.float().abs().max()) + 1e-30
+        worst = max(worst, ((found.float() - wanted.float()).abs().max() / scale).item())
+    targets = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
+    return Traced(findings, worst, targets)
 
 
 @pytest.fixture(scope="session")

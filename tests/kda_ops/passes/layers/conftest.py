@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
-
-from kda_ops.passes import Finding, rewrite_graph
 
 D, ROWS, SLOTS = 128, 3, 6
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -131,10 +126,6 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def sigmoid_by_quotient(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x.float()))
-
-
-def sigmoid_by_tanh(x: Tensor) -> Tensor:
-    return (torch.tanh(x.float() * 0.5) + 1) * 0.5
 
 
 def recur_kv(S: Tensor, q: Tensor, k: Tensor, v: Tensor, d: Tensor, b: Tensor) -> Any:
@@ -288,50 +279,12 @@ def store(pool: Tensor, slots: Any, new: Tensor, old: Tensor, valid: Tensor | No
         pool[slots] = new
 
 
-@dataclass
-class Traced:
-    """A functional graph of a layer, what the pass did to it, and the largest difference to eager.
-
-    ``difference`` is relative to the tolerance of the types, over the output and both pools.
-    """
-
-    findings: list[Finding]
-    difference: float
-    targets: list[str] = field(default_factory=list)
-
-
-def trace(c: SimpleNamespace, layer: Callable[..., Tensor] = run) -> Traced:
-    """Trace a layer as AOTAutograd does, rewrite the graph, and run it next to eager."""
-    names, values = zip(*inputs(c).items(), strict=True)
-
-    def call(*tensors: Any) -> Tensor:
-        return layer(c, dict(zip(names, tensors, strict=True)))
-
-    def copies() -> list[Any]:
-        return [v.clone() if isinstance(v, Tensor) else v for v in values]
-
-    with torch.no_grad():
-        graph = make_fx(
-            torch.func.functionalize(call, remove="mutations"),
-            decomposition_table=select_decomp_table(),
-            tracing_mode="fake",
-        )(*copies())
-        graph.graph.eliminate_dead_code()
-        findings = rewrite_graph(graph.graph)
-        graph.recompile()
-        eager, rewritten = copies(), copies()
-        pairs = [(graph(*rewritten), call(*eager))]
-    pairs += [(rewritten[names.index(n)], eager[names.index(n)]) for n in ("window", "state")]
-    worst = 0.0
-    for found, wanted in pairs:
-        assert found.dtype == wanted.dtype and found.shape == wanted.shape
-        scale = TOLERANCE[wanted.dtype] * (1 + wanted.float().abs().max())
-        worst = max(worst, ((found.float() - wanted.float()).abs().max() / scale).item())
-    targets = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
-    return Traced(findings, worst, targets)
-
-
 @pytest.fixture(scope="session")
-def layers() -> Any:
+def layers(step: Any) -> Any:
     """The names of this file, for tests that cannot import it."""
-    return SimpleNamespace(**globals())
+
+    def trace(c: SimpleNamespace, layer: Callable[..., Tensor] = run) -> Any:
+        """Trace a layer as AOTAutograd does, rewrite the graph, and run it next to eager."""
+        return step.trace(inputs(c), lambda tensors: layer(c, tensors), TOLERANCE)
+
+    return SimpleNamespace(**globals(), trace=trace)
