@@ -58,6 +58,9 @@ def _parser(*, with_demo: bool) -> argparse.ArgumentParser:
         metavar="module:callable",
         help="a function of no arguments that returns (model, inputs), inputs a tuple of tensors",
     )
+    explain.add_argument(
+        "--html", metavar="FILE", help="write a page too, with graph code before and after"
+    )
     return parser
 
 
@@ -126,7 +129,14 @@ def _explain(args: argparse.Namespace) -> int:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     model, inputs = getattr(importlib.import_module(module), name)()
-    print(kda_ops.explain(model, *inputs))
+    report = kda_ops.explain(model, *inputs)
+    print(report)
+    if args.html is not None:
+        try:
+            Path(args.html).write_text(report.html(), encoding="utf-8")
+        except OSError as error:
+            print(f"kda-ops explain: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

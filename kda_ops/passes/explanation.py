@@ -1,7 +1,7 @@
 """``kda_ops.explain``: what the pass makes of a model, and why, as text and as data.
 
 Lives here: compiling a model once on copies of its inputs with an observer in the pass, and reading
-the generated code for copies of pools. Not here: any decision.
+the generated code for copies of pools. Not here: any decision, and the page (page.py).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.fx import Graph
 from kda_ops.passes.backend import kda
 from kda_ops.passes.findings import Finding
 from kda_ops.passes.manager import is_static, observing
+from kda_ops.passes.page import page
 
 _ALLOCATION = re.compile(r"empty_strided\w*\(\(([\d, ]+)\)")
 
@@ -56,18 +57,33 @@ class Report:
         return [finding for finding in self.findings if finding.reason is not None]
 
     def __str__(self) -> str:
-        places = f"{len(self.findings)} place{'s' * (len(self.findings) != 1)}"
-        graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
-        lines = [f"{places} in {graphs}: {len(self.fused)} fused, {len(self.refused)} refused"]
-        if not self.findings:
-            lines.append("Nothing here reads a state, applies it and writes it back.")
+        lines = [self._head()]
         for number, finding in enumerate(self.findings, 1):
             lines += ["", *described(number, finding)]
-        if self.findings:
-            lines += ["", self._pools()]
-        if self.findings or self.cuda_graph_skips:
-            lines += self._graphs()
-        return "\n".join(lines)
+        return "\n".join([*lines, *([""] if self.findings else []), *self._foot()])
+
+    def html(self) -> str:
+        """Return the report as one self-contained page.
+
+        For every place it shows what the text says and the graph code before and after, side by
+        side; where a place was refused, the node where reading it stopped is marked.
+        """
+        numbered = enumerate(self.findings, 1)
+        texts = [(finding, "\n".join(described(n, finding))) for n, finding in numbered]
+        return page(self._head(), texts, "\n".join(self._foot()))
+
+    def _head(self) -> str:
+        """Say how many places there are."""
+        places = f"{len(self.findings)} place{'s' * (len(self.findings) != 1)}"
+        graphs = f"{self.graphs} graph{'s' * (self.graphs != 1)}"
+        return f"{places} in {graphs}: {len(self.fused)} fused, {len(self.refused)} refused"
+
+    def _foot(self) -> list[str]:
+        """Say what concerns all places."""
+        lines = [self._pools()] if self.findings else []
+        if not self.findings:
+            lines.append("Nothing here reads a state, applies it and writes it back.")
+        return lines + (self._graphs() if self.findings or self.cuda_graph_skips else [])
 
     def _pools(self) -> str:
         """Say what happens to the pools outside of the steps."""
@@ -129,7 +145,8 @@ def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
         **keywords: keyword arguments of it.
 
     Returns:
-        A report: ``str(report)`` to read, ``report.findings`` and the other attributes to use.
+        A report: ``str(report)`` to read, ``report.html()`` for a page with graph code,
+        ``report.findings`` and the other attributes to use.
     """
     report = Report()
 

@@ -1,7 +1,7 @@
 """What the pass found in a graph, as records: counted, logged, printed by others.
 
 Lives here: findings, counters, the log, the model's line that a node came from. Not here: deciding
-(manager.py) and printing reports (explanation.py).
+(manager.py), graph code (regions.py) and printing reports (explanation.py, page.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,15 @@ from torch.fx import Node
 from kda_ops.passes.reasons import Reason
 
 log = logging.getLogger("kda_ops.passes")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A node of a graph as people read it: its name, type and call, and the model's line."""
+
+    name: str
+    text: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,8 @@ class Finding:
     ``operator`` is what it was fused into, with ``arguments`` for people; otherwise ``reason`` and
     ``detail`` say why not. ``left`` says which parts around it were left as they are, and
     ``roundings`` names the nodes whose rounding is gone. ``node`` is where it is or stopped,
-    ``source`` the model's line.
+    ``source`` the model's line. ``before`` and ``after`` are the graph code of the place, kept
+    where somebody observes the pass.
     """
 
     node: str
@@ -48,6 +58,8 @@ class Finding:
     roundings: tuple[str, ...] = ()
     static_pool: bool | None = None
     pool_shapes: tuple[tuple[int, ...], ...] = ()
+    before: tuple[Line, ...] = ()
+    after: tuple[Line, ...] = ()
 
 
 def report(finding: Finding) -> None:

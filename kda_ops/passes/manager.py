@@ -32,6 +32,7 @@ from kda_ops.passes.gated_norm import read_norm
 from kda_ops.passes.nodes import repeats
 from kda_ops.passes.pools import pool_root
 from kda_ops.passes.reasons import Reason, RefusalError
+from kda_ops.passes.regions import around, code, nodes_of
 from kda_ops.passes.rewrite import splice
 from kda_ops.passes.step import Step, fused_step, packed_step
 
@@ -84,8 +85,9 @@ class KdaPass(_Told):
                 earlier(graph, is_inference)
             else:
                 earlier(graph)
-        findings = rewrite_graph(graph, self.options)
-        for observer in (*self.observers, *_observers):
+        observers = (*self.observers, *_observers)
+        findings = rewrite_graph(graph, self.options, listed=bool(observers))
+        for observer in observers:
             observer(graph, findings)
 
     def uuid(self) -> Any:
@@ -125,10 +127,13 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def rewrite_graph(graph: Graph, options: Options | None = None) -> list[Finding]:
+def rewrite_graph(
+    graph: Graph, options: Options | None = None, *, listed: bool = False
+) -> list[Finding]:
     """Rewrite every delta-rule step of a functional graph; return what was found.
 
-    Works in place on a post-grad graph (functional, decomposed, ``copy_`` epilogue).
+    Works in place on a post-grad graph (functional, decomposed, ``copy_`` epilogue). ``listed``
+    keeps the graph code of each place, before and after, in the findings.
     """
     options = options or Options()
     counters["kda"]["graphs"] += 1
@@ -137,7 +142,7 @@ def rewrite_graph(graph: Graph, options: Options | None = None) -> list[Finding]
     findings = []
     for write in candidates(graph):
         same = repeats(graph) if same is None else standing(same)
-        finding = try_step(write, graph, options, same)
+        finding = try_step(write, graph, options, same, listed=listed)
         findings.append(finding)
         report(finding)
     if any(finding.operator for finding in findings):
@@ -157,19 +162,22 @@ def erase_assertions(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def try_step(write: Node, graph: Graph, options: Options, same: dict[Node, Node]) -> Finding:
+def try_step(
+    write: Node, graph: Graph, options: Options, same: dict[Node, Node], *, listed: bool
+) -> Finding:
     """Match, certify and replace one step; a failure of any kind is a refusal."""
     pool: Any = write.args[0]
     base = Finding(write.name, source_line(write), pool.name, pool_shapes=(shape_of(pool),))
     left: list[Left] = []
+    ship = functools.partial(shipped, base, graph=graph, options=options, listed=listed)
     try:
         core = careful(write, lambda: read_core(anchor(write, same, check_state), same))
         found = None
         if (whole := whole_step(core, same, left)) is not None:
-            found = attempt(left, BOTH, core, lambda: shipped(base, whole, graph, options))
+            found = attempt(left, BOTH, core, lambda: ship(whole))
         if found is None:
             step = careful(write, lambda: packed_step(core))
-            found = careful(write, lambda: shipped(base, step, graph, options))
+            found = careful(write, lambda: ship(step))
         return replace(found, left=tuple(left))
     except RefusalError as error:
         node = error.node or write
@@ -180,6 +188,7 @@ def try_step(write: Node, graph: Graph, options: Options, same: dict[Node, Node]
             reason=error.reason,
             detail=error.detail,
             left=tuple(left),
+            before=code(around(write)) if listed else (),
         )
 
 
@@ -215,7 +224,7 @@ def careful(write: Node, read: Callable[[], T]) -> T:
         raise RefusalError(Reason.NOT_UNDERSTOOD, write, fact[:300]) from error
 
 
-def shipped(base: Finding, step: Step, graph: Graph, options: Options) -> Finding:
+def shipped(base: Finding, step: Step, graph: Graph, options: Options, listed: bool) -> Finding:
     """Certify a step and put the operator in its place."""
     if options.certify:
         certify(step)
@@ -230,9 +239,10 @@ def shipped(base: Finding, step: Step, graph: Graph, options: Options) -> Findin
         pool_shapes=tuple(shape_of(pool) for pool in pools),
         roundings=tuple(node.name for node in step.region if node in step.dropped),
     )
-    if options.rewrite:
-        splice(step, graph)
-    return found
+    nodes = nodes_of(step) if listed else set()
+    before = code(nodes)
+    made = splice(step, graph) if options.rewrite else []
+    return replace(found, before=before, after=code({*nodes, *made}) if listed else ())
 
 
 def described(step: Step) -> dict[str, str]:

@@ -67,8 +67,8 @@ def values_of(arguments: Any) -> Any:
     return tree_map_only(Node, lambda node: node.meta["val"], arguments)
 
 
-def splice(step: Step, graph: Graph) -> Node:
-    """Replace a step by its operator and return the new node.
+def splice(step: Step, graph: Graph) -> list[Node]:
+    """Replace a step by its operator and return the new nodes.
 
     Raises RefusalError, with the graph as it was, where the operator refuses its arguments or an
     input of the step comes after its results.
@@ -90,11 +90,11 @@ def splice(step: Step, graph: Graph) -> Node:
     sink(inserter.made)
     pools = step.pools.values()
     erase(graph, (*step.region, *(node for found in pools for node in found.touching)))
-    return results[0]
+    return inserter.made
 
 
-def insert(step: Step, emit: Inserter) -> tuple[Node, Node, dict[str, Node]]:
-    """Add the operator's nodes; return its own, its output, and the new pools by argument."""
+def insert(step: Step, emit: Inserter) -> tuple[Node, dict[str, Node]]:
+    """Add the operator's nodes; return its output, and the new pools by argument."""
     arguments = step.arguments.emit(emit)
     if step.operator == "packed_decode":
         same = step.output_dtype is step.activation
@@ -122,7 +122,7 @@ def insert(step: Step, emit: Inserter) -> tuple[Node, Node, dict[str, Node]]:
         items.append(item)
     shape = [s if isinstance(s, int) else -1 for s in step.output.meta["val"].shape]
     output = emit.call(aten.reshape.default, items[0], shape)
-    return node, output, dict(zip(step.pools, items[1:], strict=True))
+    return output, dict(zip(step.pools, items[1:], strict=True))
 
 
 def named(name: str, number: int, found: Anchor) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def named(name: str, number: int, found: Anchor) -> dict[str, Any]:
     }
 
 
-def redirect(step: Step, _: Node, output: Node, pools: dict[str, Node]) -> None:
+def redirect(step: Step, output: Node, pools: dict[str, Node]) -> None:
     """Give every user of the step's results the operator's results."""
     step.output.replace_all_uses_with(output)
     for name, found in step.pools.items():

@@ -76,6 +76,17 @@ def test_explain_prints_what_the_pass_says_about_the_callable(monkeypatch, tmp_p
     assert capsys.readouterr().out == "explained ('model', 1, 2)\n"
 
 
+def test_explain_writes_the_page_where_it_is_told_to(monkeypatch, tmp_path, capsys):
+    (tmp_path / "model_for_a_page.py").write_text("def case():\n    return 'model', ()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    report = SimpleNamespace(html=lambda: "<p>a page</p>")
+    monkeypatch.setattr(kda_ops, "explain", lambda *_: report, raising=False)
+    assert main(["explain", "model_for_a_page:case", "--html", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text() == "<p>a page</p>"
+    assert main(["explain", "model_for_a_page:case", "--html", str(tmp_path / "no" / "page")]) == 1
+    assert "kda-ops explain: " in capsys.readouterr().err
+
+
 def test_doctor_finds_this_machine_fit(capsys):
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
