@@ -28,6 +28,7 @@ from kda_ops.passes.pools import (
     SCATTERS,
     STORAGE_VIEWS,
     Place,
+    is_next_version,
     place_of,
     pool_root,
     viewed_storage,
@@ -136,7 +137,11 @@ def sources_of(pool: Node) -> list[Node]:
 
 
 def flows(starts: list[Node]) -> set[Node]:
-    """Return every node that a value flows into, up to projections; epilogues excepted."""
+    """Return every node that a value flows into, up to projections and written pools.
+
+    What reads the next version of a pool belongs to later steps: all of a stack's in one flow would
+    take time that grows with the square of their number.
+    """
     reached: set[Node] = set()
     pending = list(starts)
     while pending:
@@ -144,7 +149,8 @@ def flows(starts: list[Node]) -> set[Node]:
             ends = user.target is aten.copy_.default or is_projection(user)
             if user not in reached and not ends:
                 reached.add(user)
-                pending.append(user)
+                if not is_next_version(user):
+                    pending.append(user)
     return reached
 
 

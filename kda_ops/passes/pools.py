@@ -139,6 +139,15 @@ def replaced_base(pool: Node) -> Node | None:
     return None
 
 
+def is_next_version(node: Node) -> bool:
+    """Whether a node is a pool with new rows, or what a pool is a part of with them."""
+    while node.target in SCATTERS:
+        node = operands(node)[1]
+        while (source := viewed_storage(node)) is not None:
+            node = source
+    return node.target is aten.index_put.default and is_input(pool_root(operands(node)[0]))
+
+
 def before(node: Node) -> Node | None:
     """Return the version of a pool that a written one was made from."""
     if node.target is aten.index_put.default or node.target in SCATTERS:
