@@ -1,7 +1,7 @@
-"""The three operators and the three ways of running them, as fixtures.
+"""The three operators and the four ways of running them, as fixtures.
 
 A test that takes ``operator`` and ``run`` states its property for every operator, on the
-reference, on the compiled CPU kernel and through the registered torch operator.
+reference, on the compiled CPU kernel, through the registered torch operator and on a GPU.
 """
 
 import textwrap
@@ -16,8 +16,9 @@ from torch import Tensor
 import kda_ops  # noqa: F401 - registers torch.ops.kda
 from kda_kernels.contract.spec import Operator
 from kda_kernels.errors import OperatorError
-from kda_kernels.plan import CONTRACTS, cpu_kernel, launcher, reference
+from kda_kernels.plan import CONTRACTS, cpu_kernel, has_cuda_kernel, launcher, reference
 from kda_kernels.testing.cases import Case, draw, output_of
+from kda_kernels.testing.device import run_there
 from kda_kernels.testing.violations import violations
 
 SIZES = {"B": 3, "R": 6, "N": 2, "T": 3, "H": 2, "S": 9, "L": 4}
@@ -39,6 +40,12 @@ def _by_operator(operator: Operator, values: Values, output: Tensor) -> None:
     getattr(torch.ops.kda, operator.name).out(*positional, **keywords, output=output)
 
 
+def _by_gpu(operator: Operator, values: Values, output: Tensor) -> None:
+    if not has_cuda_kernel(operator.name):
+        pytest.skip("this version has no CUDA kernel for this operator")
+    run_there("cuda", operator, values, output)
+
+
 def _runner(name: str) -> Callable[..., Tensor]:
     def run(operator: Operator, values: Values, dtype: torch.dtype | None = None) -> Tensor:
         output = output_of(operator, values, dtype)
@@ -48,7 +55,12 @@ def _runner(name: str) -> Callable[..., Tensor]:
     return run
 
 
-_BACKENDS = {"reference": _by_reference, "kernel": _by_kernel, "operator": _by_operator}
+_BACKENDS = {
+    "reference": _by_reference,
+    "kernel": _by_kernel,
+    "operator": _by_operator,
+    "gpu": _by_gpu,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,7 +87,9 @@ def fused(request: pytest.FixtureRequest) -> Operator:
     return request.param
 
 
-@pytest.fixture(params=_BACKENDS)
+@pytest.fixture(
+    params=[pytest.param(n, marks=pytest.mark.gpu if n == "gpu" else ()) for n in _BACKENDS]
+)
 def run(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
     """Run a call in place on its pools; return the output, which was full of NaN before."""
     return _runner(request.param)
@@ -83,7 +97,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
 
 @pytest.fixture
 def runners() -> dict[str, Callable[..., Tensor]]:
-    """All three ways of running a call by name, for tests that compare them."""
+    """The ways of running a call by name, for tests that pick."""
     return {name: _runner(name) for name in _BACKENDS}
 
 

@@ -37,8 +37,19 @@ def moved(tensor: Tensor, device: str) -> Tensor:
 
 
 def on(device: str, values: Values) -> Values:
-    """Copy a call to a device."""
-    return {k: moved(v, device) if isinstance(v, Tensor) else v for k, v in values.items()}
+    """Copy a call to a device; tensors that share memory share its copy."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage().data_ptr()
+        if memory not in copies:
+            copies[memory] = moved(tensor, device)
+        whole = copies[memory]
+        empty = torch.empty(0, dtype=tensor.dtype, device=device)
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return empty.set_(whole.untyped_storage(), *place)
+
+    return {k: copy(v) if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
 def launch(operator: Operator, values: Values, output: Tensor) -> Tensor:
@@ -52,12 +63,23 @@ def launch(operator: Operator, values: Values, output: Tensor) -> Tensor:
 def run_on(
     device: str, operator: Operator, values: Values, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Run a call of the CPU on a device; its pools become what the device made of them."""
-    there = on(device, values)
-    output = launch(operator, there, moved(output_of(operator, values, dtype), device))
-    for name in _pools(operator):
-        values[name] = moved(there[name], "cpu")
-    return output.cpu()
+    """Run a call of the CPU on a device, in place on its pools; return the output."""
+    output = output_of(operator, values, dtype)
+    run_there(device, operator, values, output)
+    return output
+
+
+def run_there(device: str, operator: Operator, values: Values, output: Tensor) -> None:
+    """Run a call of the CPU on a device, and bring all bytes back that it may have written.
+
+    Padding comes back too, so what may not be written can be held against what was there.
+    """
+    name = operator.output.name
+    there = on(device, values | {name: output})
+    launch(operator, there, there[name])
+    here = {pool: values[pool] for pool in _pools(operator)} | {name: output}
+    for written, tensor in here.items():
+        tensor.untyped_storage().copy_(there[written].untyped_storage())
 
 
 def assert_right_on(
