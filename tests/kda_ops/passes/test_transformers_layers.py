@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kda_ops.passes import observing
+
 transformers = pytest.importorskip("transformers", minversion="5.17")
 
 
@@ -100,6 +102,46 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_eager_is(step, model):
         decoder(exact)(tokens, start)
     for mine, eager, right in zip(states(cache), states(twin), states(start), strict=True):
         assert (mine - right).abs().mean() <= 1.1 * (eager - right).abs().mean() + 1e-7
+
+
+@pytest.fixture(scope="module")
+def generated(model):
+    """What generate() returns for a left-padded batch, uncompiled and compiled with the pass.
+
+    transformers compiles what follows the prompt by itself, where the cache is static.
+    """
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(3, 64, (2, 5), generator=generator)
+    prompt[0, :2] = 0
+    compiling = transformers.CompileConfig(backend="kda", mode=None, fullgraph=True)
+    compiling._compile_all_devices = True  # on the CPU too
+    found, model = [], copy.deepcopy(model)  # which keeps what it has compiled
+
+    def generate(**how):
+        lengths = {"max_new_tokens": 64, "min_new_tokens": 64}
+        mask = (prompt != 0).long()
+        return model.generate(prompt, attention_mask=mask, do_sample=False, **lengths, **how)
+
+    torch._dynamo.reset()
+    uncompiled = generate(cache_implementation="static", disable_compile=True), generate()
+    # A hit in a cache would skip the pass.
+    uncached = torch._inductor.config.patch(fx_graph_cache=False)
+    with uncached, observing(lambda _, findings: found.append(findings)):
+        compiled = generate(cache_implementation="static", compile_config=compiling)
+    return SimpleNamespace(uncompiled=uncompiled, compiled=compiled, found=found)
+
+
+def test_generate_compiles_one_graph_and_every_delta_layer_of_it_becomes_one_operator(generated):
+    (findings,) = generated.found
+    assert [finding.operator for finding in findings] == ["kda::fused_decode"] * 2
+    assert [finding.left for finding in findings] == [(), ()]
+
+
+def test_64_greedy_tokens_of_a_left_padded_batch_are_those_of_the_uncompiled_model(generated):
+    assert generated.compiled.shape == (2, 5 + 64)
+    assert len(generated.compiled[:, 5:].unique()) > 8
+    for uncompiled in generated.uncompiled:
+        assert torch.equal(generated.compiled, uncompiled)
 
 
 class OneLayer:
