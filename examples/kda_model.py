@@ -7,7 +7,7 @@ out. Not here: slots, graphs and ranks, and what real models have besides (MLPs,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,10 @@ def delta_attention(x: Tensor, w: Weights, slots: Tensor, pools: kda_ops.LayerPo
     return output[0].flatten(1)
 
 
+Attention = Callable[[Tensor, Weights, Any, kda_ops.LayerPools], Tensor]
+"""What delta_attention does, for one kind of batch: there slots [B], one token each."""
+
+
 class DeltaLayer(nn.Module):
     """Delta attention behind a norm, and a residual: x [B, hidden] -> [B, hidden]."""
 
@@ -76,9 +80,15 @@ class DeltaLayer(nn.Module):
             getattr(self, name).data = getattr(self, name).data.to(dtype)
         self.norm_in.to(dtype)
 
-    def forward(self, x: Tensor, slots: Tensor, pools: kda_ops.LayerPools) -> Tensor:
-        """Move the rows' slots on by one token."""
-        return x + F.linear(delta_attention(self.norm_in(x), self.weights, slots, pools), self.out)
+    def forward(
+        self,
+        x: Tensor,
+        batch: Any,  # noqa: ANN401 - what ``attend`` takes
+        pools: kda_ops.LayerPools,
+        attend: Attention,
+    ) -> Tensor:
+        """Move the states of a batch on by its tokens."""
+        return x + F.linear(attend(self.norm_in(x), self.weights, batch, pools), self.out)
 
     @property
     def weights(self) -> Weights:
@@ -103,11 +113,17 @@ class DeltaModel(nn.Module):
         self.head = nn.Linear(hidden, vocabulary, bias=False, dtype=dtype)
         self.requires_grad_(False)
 
-    def forward(self, slots: Tensor, tokens: Tensor, cache: kda_ops.StateCache) -> Tensor:
-        """Say how likely every token is to come next."""
+    def forward(
+        self,
+        batch: Any,  # noqa: ANN401 - what ``attend`` takes
+        tokens: Tensor,
+        cache: kda_ops.StateCache,
+        attend: Attention = delta_attention,
+    ) -> Tensor:
+        """Say how likely every token is to come next; ``batch`` says which states they move."""
         x = self.embed(tokens)
         for layer, pools in zip(self.layers, cache.layers, strict=True):
-            x = layer(x, slots, pools)
+            x = layer(x, batch, pools, attend)
         return self.head(self.norm(x))
 
     def greedy(self, cache: kda_ops.StateCache) -> Callable[[Tensor, Tensor], Tensor]:

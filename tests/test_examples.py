@@ -35,7 +35,7 @@ def _examples_can_be_imported(monkeypatch):
 def test_every_example_is_in_the_documentation_with_its_command():
     pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs").glob("*.md"))
     programs = [path for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text("utf-8")]
-    assert len(programs) == 4
+    assert len(programs) == 5
     for path in programs:
         command = f"python examples/{path.name}"
         assert command in pages
@@ -58,6 +58,28 @@ def test_requests_that_share_batches_say_what_they_say_alone(capsys):
             alone.accept(int(step(slots, torch.tensor([alone.next_token()]))))
         cache.release(cache.live)
         assert request.generated == alone.generated
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5])
+def test_speculation_says_what_plain_decoding_says_in_fewer_calls(tokens, capsys):
+    speculation = importlib.import_module("speculative_decoding")
+    arguments = ["--sequences", "3", "--wanted", "11", "--tokens", str(tokens)]
+    texts = speculation.main(arguments)
+    assert re.search(rf"33 tokens in \d+ rounds of {tokens}", capsys.readouterr().out)
+    spec = StateSpec(layers=3, heads=2, window_dtype=torch.float32)
+    model, _ = speculation.models(spec)
+    cache = StateCache(spec, slots=2)
+    step = model.greedy(cache)
+    for text in texts:
+        slots = cache.indices(cache.allocate())
+        said = []
+        for n in range(len(text.prompt) + text.wanted - 1):
+            token = text.prompt[n] if n < len(text.prompt) else said[-1]
+            said.append(int(step(slots, torch.tensor([token]))))
+        assert text.generated == said[len(text.prompt) - 1 :]
+        cache.release(cache.live)
+    rounds = sum(text.rounds for text in texts)
+    assert rounds == 30 if tokens == 1 else rounds < 30
 
 
 @pytest.mark.gpu
