@@ -1,26 +1,25 @@
-"""Places where a graph reads and writes one state: where a delta-rule step may be.
+"""The pair "state read ... state written" of one graph input, indexed or dense.
 
-Lives here: finding the pair "state read ... state written" of one graph input, indexed or dense,
-and the rules about who else may touch the pool. Not here: what happens in between (delta_rule.py).
+Lives here: the nodes of the pair, and the rules about who else may touch the pool. Not here: where
+to look for pairs (candidates.py), and what happens in between (delta_rule.py).
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from kda_ops.passes.affine import Index
+from kda_ops.passes.candidates import VIEWS_OF_POOL, written
 from kda_ops.passes.nodes import (
     CASTS,
     SPLITS,
     is_exact_cast,
     is_input,
-    is_projection,
     is_view,
     operands,
 )
@@ -28,7 +27,6 @@ from kda_ops.passes.pools import (
     SCATTERS,
     STORAGE_VIEWS,
     Place,
-    is_next_version,
     place_of,
     pool_root,
     viewed_storage,
@@ -37,23 +35,8 @@ from kda_ops.passes.pools import (
 from kda_ops.passes.reasons import Reason, RefusalError
 
 aten = torch.ops.aten
-VIEWS_OF_POOL = frozenset(
-    {
-        aten.select.int,
-        aten.slice.Tensor,
-        aten.as_strided.default,
-        aten.reshape.default,
-        aten.view.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.alias.default,
-    }
-)
+LOOKUPS = frozenset({aten.embedding.default, aten.gather.default})
 COPIES = frozenset({aten.clone.default, aten.copy.default, aten.copy_.default})
-WRITES = frozenset({aten.index_put.default, aten.copy_.default})
 
 
 @dataclass
@@ -97,84 +80,14 @@ class Anchor:
         return tuple(index[dim] for dim in self.order)
 
 
-def candidates(graph: Graph) -> Iterator[Node]:
-    """Yield the writes whose value is computed from a gather of, or from, what they overwrite."""
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in WRITES:
-            continue
-        pool, value = operands(node)[0], written(node)
-        if not isinstance(value, Node) or value.target in {operator.getitem, *WRITES}:
-            continue
-        if not state_like(value, least=2) or not state_like(pool):
-            continue
-        if node.target is aten.copy_.default and value.target in VIEWS_OF_POOL | SCATTERS:
-            continue
-        flow = flows(sources_of(pool))
-        if value in flow and contracts(value, flow):
-            yield node
-
-
-def written(node: Node) -> Any:
-    """Return the value argument of a write."""
-    return operands(node)[2] if node.target is aten.index_put.default else operands(node)[1]
-
-
-def state_like(node: object, least: int = 3) -> bool:
-    """Whether a value has matrices in its last two dimensions, as a state has."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    if not isinstance(value, torch.Tensor) or value.dim() < least or not value.is_floating_point():
-        return False
-    rows, columns = value.shape[-2:]
-    return bool(rows == columns) and (not isinstance(rows, int) or rows >= 16)
-
-
-def sources_of(pool: Node) -> list[Node]:
-    """Return the pool and, below views of it, what it is a view of."""
-    nodes = [pool]
-    while nodes[-1].target in VIEWS_OF_POOL and isinstance(nodes[-1].args[0], Node):
-        nodes.append(nodes[-1].args[0])
-    return nodes
-
-
-def flows(starts: list[Node]) -> set[Node]:
-    """Return every node that a value flows into, up to projections and written pools.
-
-    What reads the next version of a pool belongs to later steps: all of a stack's in one flow would
-    take time that grows with the square of their number.
-    """
-    reached: set[Node] = set()
-    pending = list(starts)
-    while pending:
-        for user in pending.pop().users:
-            ends = user.target is aten.copy_.default or is_projection(user)
-            if user not in reached and not ends:
-                reached.add(user)
-                if not is_next_version(user):
-                    pending.append(user)
-    return reached
-
-
-def contracts(value: Node, flow: set[Node]) -> bool:
-    """Whether a sum or a matrix product of the state is on the way to a value."""
-    sums = {aten.sum.dim_IntList, aten.bmm.default, aten.mm.default, aten.baddbmm.default}
-    pending, seen = [value], {value}
-    while pending:
-        node = pending.pop()
-        if node.target in sums:
-            return True
-        for source in node.all_input_nodes:
-            if source in flow and source not in seen:
-                seen.add(source)
-                pending.append(source)
-    return False
-
-
 def anchor(write: Node, same: dict[Node, Node], check: Callable[[Node], None]) -> Anchor:
     """Describe the state around a write, or say why the pool may not be worked on in place.
 
     ``check`` refuses pools of another form than the operator's.
     """
     pool, value = operands(write)[0], written(write)
+    if write.target is aten.scatter.src:
+        raise RefusalError(Reason.INDEX_FORM, write, "rows are written by scatter")
     pool = same.get(pool, pool)
     root = check_origin(write, pool)
     check(pool)
@@ -250,6 +163,9 @@ def gathers(
         if plain_index(indices[0], same) is plain_index(index, same):
             matching.append(read)
     if not matching:
+        for looked in (n for s in pools for u in s.users for n in (u, *u.users)):
+            if looked.target in LOOKUPS:
+                raise RefusalError(Reason.INDEX_FORM, looked, f"rows are read by {looked.target}")
         raise RefusalError(Reason.INDEX_MISMATCH, write, f"written at {index.name}")
     return matching, casts
 

@@ -14,7 +14,8 @@ from torch.fx import Node
 
 from kda_ops.passes.affine import Affine, Index, axis, constant
 from kda_ops.passes.algebra import Polynomial, State, Value, equal, has_state
-from kda_ops.passes.anchors import WRITES, Anchor, anchor, flows, written
+from kda_ops.passes.anchors import Anchor, anchor
+from kda_ops.passes.candidates import WRITES, flows, written
 from kda_ops.passes.core import Core, D, local, row_count
 from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.expression import Reader
@@ -110,7 +111,8 @@ def window_of(sums: tuple[Term, ...], same: dict[Node, Node]) -> Anchor:
     """Find the one state that is read on the way to q, k and v and written in the graph."""
     writes = {write for part in sums for write in writes_behind(part.node)}
     if len(writes) != 1:
-        fact = "no window of history" if not writes else f"{len(writes)} windows"
+        several = f"{len(writes)} windows where the operator takes one, with channels q, k, v"
+        fact = several if writes else "no window of history"
         raise RefusalError(Reason.CONV_MISSING, sums[0].node, fact)
     (write,) = writes
     return anchor(write, same, check_window)

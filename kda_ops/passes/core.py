@@ -13,7 +13,8 @@ import torch
 from torch.fx import Node
 
 from kda_ops.passes.affine import Index
-from kda_ops.passes.anchors import Anchor, flows
+from kda_ops.passes.anchors import Anchor
+from kda_ops.passes.candidates import flows
 from kda_ops.passes.delta_rule import (
     HEAD,
     Output,

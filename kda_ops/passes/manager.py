@@ -23,7 +23,8 @@ from torch.fx import Graph, Node
 
 import kda_kernels
 import kda_ops
-from kda_ops.passes.anchors import anchor, candidates, check_state
+from kda_ops.passes.anchors import anchor, check_state
+from kda_ops.passes.candidates import candidates
 from kda_ops.passes.certificate import certify
 from kda_ops.passes.convolution import read_convolution
 from kda_ops.passes.core import Core, read_core

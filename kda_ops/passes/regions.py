@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.fx import Node
 
-from kda_ops.passes.anchors import WRITES, flows, sources_of
+from kda_ops.passes.candidates import WRITES, flows, sources_of
 from kda_ops.passes.core import belongs, local
 from kda_ops.passes.findings import Line, source_line
 from kda_ops.passes.nodes import operands
