@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
 
-from kda_model import DeltaLayer, DeltaModel, Weights, delta_attention
+from kda_model import Attention, DeltaLayer, DeltaModel, Weights, delta_attention
 from kda_ops import LayerPools, StateCache, StateSpec
 
 VOCABULARY, HIDDEN, ROWS, STEPS = 256, 64, 3, 4
@@ -60,11 +60,13 @@ class ParallelLayer(nn.Module):
         self.layer = layer
         self.mesh = mesh
 
-    def attention(self, slots: Tensor, pools: LayerPools) -> Callable[..., DTensor]:
+    def attention(
+        self, slots: Tensor, pools: LayerPools, attend: Attention = delta_attention
+    ) -> Callable[..., DTensor]:
         """Return the operator on DTensors: its heads on the last axis, sharded like the weights."""
 
         def local(x: Tensor, *weights: Tensor) -> Tensor:
-            return delta_attention(x, Weights(*weights), slots, pools)
+            return attend(x, Weights(*weights), slots, pools)
 
         sharded = [placements(HEAD_AXES[name]) for name in Weights._fields]
         return local_map(
@@ -74,10 +76,10 @@ class ParallelLayer(nn.Module):
             device_mesh=self.mesh,
         )
 
-    def forward(self, x: Tensor, slots: Tensor, pools: LayerPools) -> Tensor:
+    def forward(self, x: Tensor, slots: Tensor, pools: LayerPools, attend: Attention) -> Tensor:
         """Move the rows' slots on by one token."""
         everywhere = DTensor.from_local(self.layer.norm_in(x), self.mesh, [Replicate()])
-        heads = self.attention(slots, pools)(everywhere, *self.layer.weights)
+        heads = self.attention(slots, pools, attend)(everywhere, *self.layer.weights)
         # Partial sums over heads; redistributing them is the all-reduce.
         partial = cast(DTensor, F.linear(heads, self.layer.out))
         return x + partial.redistribute(placements=[Replicate()]).to_local()
