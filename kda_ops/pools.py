@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-D = 128
+from kda_kernels.contract.spec import HEAD_DIM as D
+
 _ALIGNMENT = 16
 _STATE_LAYOUTS = ("vk", "kv")
 _WINDOW_LAYOUTS = ("SD", "DS")

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
+from kda_kernels.contract.spec import HEAD_DIM as D
 from kda_ops.passes.affine import flatten
 from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.terms import ROW, Scope, Term
 
 aten = torch.ops.aten
-D = 128
 ACTIVATIONS = (torch.bfloat16, torch.float16, torch.float32)
 
 

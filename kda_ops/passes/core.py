@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from kda_kernels.contract.spec import HEAD_DIM as D
 from kda_ops.passes.affine import Index
 from kda_ops.passes.anchors import Anchor
 from kda_ops.passes.candidates import flows
@@ -34,7 +35,6 @@ from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.terms import ROW, Scope, Term
 
 aten = torch.ops.aten
-D = 128
 PUTS = frozenset(
     {
         aten.select_scatter.default,

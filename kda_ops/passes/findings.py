@@ -56,7 +56,6 @@ class Finding:
     detail: str = ""
     left: tuple[Left, ...] = ()
     roundings: tuple[str, ...] = ()
-    static_pool: bool | None = None
     pool_shapes: tuple[tuple[int, ...], ...] = ()
     before: tuple[Line, ...] = ()
     after: tuple[Line, ...] = ()

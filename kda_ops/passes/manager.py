@@ -230,13 +230,11 @@ def shipped(base: Finding, step: Step, graph: Graph, options: Options, listed: b
     if options.certify:
         certify(step)
     pools = [pool_root(found.pool) for found in step.pools.values()]
-    static = [is_static(graph, pool) for pool in pools]
     found = replace(
         base,
         operator=f"kda::{step.operator}",
         arguments=described(step),
         source=source_line(step.output),
-        static_pool=None if None in static else all(static),
         pool_shapes=tuple(shape_of(pool) for pool in pools),
         roundings=tuple(node.name for node in step.region if node in step.dropped),
     )

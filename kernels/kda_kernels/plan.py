@@ -200,7 +200,10 @@ def cuda_kernel(operator: Operator, values: dict[str, Any], facts: Facts) -> Ker
 
     target = backend.target_for(name, first, facts.device)
     backend.require(name, first, facts.device)
-    kernel: Kernel = launch.kernel(values, facts.output_dtype, target, facts.device)
+    processors = torch.cuda.get_device_properties(facts.device).multi_processor_count
+    variant = launch.variant_of(values, facts.output_dtype, processors, overlap=target.can_overlap)
+    function = backend.load(name, variant, target, launch.trace, launch.SOURCES)
+    kernel: Kernel = launch.adapter(function, values)
     return kernel
 
 

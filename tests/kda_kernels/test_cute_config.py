@@ -140,7 +140,7 @@ def test_the_adapter_takes_the_contract_s_arguments_and_passes_what_was_compiled
     values["first_slot"] = 2**70
     values["A_log"] = torch.zeros(())
     passed = []
-    function = adapter(lambda *arguments: passed.append(arguments), variant(values), values)
+    function = adapter(lambda *arguments: passed.append(arguments), values)
     output = torch.empty(0)
     function(*[values[a.name] for a in CONTRACT.abi], output)
     (given,) = passed

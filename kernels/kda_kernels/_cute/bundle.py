@@ -173,7 +173,7 @@ class _Check:
             found = manifest.get(name)
             fits = found == wanted
             if name == "tvm_ffi" and isinstance(found, str):
-                built, installed = _numbers(found), _numbers(wanted)
+                built, installed = numbers(found), numbers(wanted)
                 fits = built[:2] == installed[:2] and built <= installed
             if not fits:
                 said = name.replace("_", "-")
@@ -213,7 +213,8 @@ class _Check:
             raise self.misfit(f"built with CUDA {most} or older", f"one built with CUDA {built}")
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the first three numbers of a version."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import re
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -76,7 +75,7 @@ def missing() -> str:
     if version is None and importlib.util.find_spec("cutlass") is None:
         return f"no {DISTRIBUTION}"
     said = f"{DISTRIBUTION} {version or 'of unknown version'}"
-    if version is not None and _numbers(version) < FLOOR:
+    if version is not None and bundle.numbers(version) < FLOOR:
         return said
     try:
         import cutlass.cute  # noqa: F401, PLC0415 - on the first call that needs it
@@ -91,10 +90,6 @@ def dsl_version() -> str | None:
         return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
 def load(

@@ -41,26 +41,11 @@ def slot_and_liveness(
         first_slot: lowest index that is live.
         wraps: negative indices count from the end.
     """
-    return slot_rule(
-        index_of(state_indices, row), slots, first_slot, state_indices is not None, wraps
-    )
-
-
-def slot_rule(
-    index: Int64, slots: Int64, first_slot: Int64, indexed: bool, wraps: bool
-) -> tuple[Int64, Any]:
-    """Return the slot that an index names and whether it is one."""
-    if not indexed:
-        return index, index < slots
+    if state_indices is None:
+        return Int64(row), Int64(row) < slots
+    index = Int64(raw(state_indices.iterator, Int64(row) * state_indices.stride[0]))
     slot = slot_of(index, slots, wraps)
     return slot, (slot >= first_slot) & (slot < slots)
-
-
-def index_of(state_indices: cute.Tensor | None, row: Int32) -> Int64:
-    """Return what names the row's slot."""
-    if state_indices is None:
-        return Int64(row)
-    return Int64(raw(state_indices.iterator, Int64(row) * state_indices.stride[0]))
 
 
 @dsl_user_op

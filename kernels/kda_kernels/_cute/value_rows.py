@@ -83,14 +83,9 @@ def view(base: cute.Pointer, cut: Cut) -> cute.Tensor:
 def load(S: cute.Tensor, first: Int32, key: Int32, cut: Cut) -> cute.Tensor:
     """Read a lane's part of the rows ``first``, ``first + together``, ... into registers."""
     tile = cute.make_rmem_tensor(cute.make_layout((cut.vector, cut.held)), S.element_type)
-    load_into(tile, S, first, key, cut)
-    return tile
-
-
-def load_into(tile: cute.Tensor, S: cute.Tensor, first: Int32, key: Int32, cut: Cut) -> None:
-    """Read as ``load`` does, into registers that are there."""
     for i in range(cut.held):
         cute.autovec_copy(S[None, first + i * cut.together, key], tile[None, i])
+    return tile
 
 
 def store(tile: cute.Tensor, S: cute.Tensor, first: Int32, key: Int32, cut: Cut) -> None:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from kda_kernels._cute import call
-from kda_kernels._cute import compile as backend
-from kda_kernels._cute.target import Target
 from kda_kernels.contract.example import Kinds, example
 from kda_kernels.contract.spec import HEAD_DIM
 from kda_kernels.fused_decode.config import SCHEDULES
@@ -125,16 +123,6 @@ def matrix(*, overlap: bool = True) -> tuple[Variant, ...]:
         one = variant_of(values, torch.bfloat16, processors=1, overlap=overlap)
         found += [replace(one, schedule=cut) for cut in every(SCHEDULES, layout, state.itemsize)]
     return tuple(found)
-
-
-def kernel(
-    values: Mapping[str, Any], output: torch.dtype, target: Target, device: torch.device
-) -> Callable[..., None]:
-    """Return the function that serves a call's signature and takes the contract's arguments."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    variant = variant_of(values, output, processors, overlap=target.can_overlap)
-    function = backend.load("fused_decode", variant, target, trace, SOURCES)
-    return adapter(function, values)
 
 
 def adapter(function: Callable[..., None], values: Mapping[str, Any]) -> Callable[..., None]:

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from kda_kernels._cute import call
-from kda_kernels._cute import compile as backend
-from kda_kernels._cute.target import Target
 from kda_kernels.contract.example import Kinds, example
 from kda_kernels.contract.spec import HEAD_DIM
 from kda_kernels.packed_decode.config import SCHEDULES
@@ -135,19 +133,7 @@ def matrix(*, overlap: bool = True) -> tuple[Variant, ...]:
     return tuple(found)
 
 
-def kernel(
-    values: Mapping[str, Any], output: torch.dtype, target: Target, device: torch.device
-) -> Callable[..., None]:
-    """Return the function that serves a call's signature and takes the contract's arguments."""
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    variant = variant_of(values, output, processors, overlap=target.can_overlap)
-    function = backend.load("packed_decode", variant, target, trace, SOURCES)
-    return adapter(function, variant, values)
-
-
-def adapter(
-    function: Callable[..., None], variant: Variant, values: Mapping[str, Any]
-) -> Callable[..., None]:
+def adapter(function: Callable[..., None], values: Mapping[str, Any]) -> Callable[..., None]:
     """Wrap a compiled function to take the contract's arguments of one signature.
 
     Scalars are part of a signature, so they are worked out here, once.
