@@ -46,7 +46,8 @@ def _chosen(
         keywords["lower_bound"] = lower_bound
     if scale is not None:
         keywords["scale"] = scale
-    if first_slot != usual_first_slot:
+    # By identity: a float or a bool that equals the default is the dispatcher's to judge.
+    if first_slot is not usual_first_slot:
         keywords["first_slot"] = first_slot
     if state_layout != "vk":
         keywords["state_layout"] = state_layout

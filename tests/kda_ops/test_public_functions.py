@@ -150,3 +150,13 @@ def test_packed_output_dtype_beside_another_output_is_a_type_error():
     output = torch.empty(3, 1, 2, 128, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="output_dtype must be None or the type of output"):
         kda_ops.packed_kda_decode(**packed_call(), output=output, output_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("first_slot", [0.0, 1.0, 2.0])
+def test_a_first_slot_that_is_no_integer_is_refused_also_where_it_equals_the_default(
+    operator, function, first_slot
+):
+    values = draw(operator, Case({"B": 3, "R": 3, "N": 3, "T": 1, "H": 2, "S": 7, "L": 3}))
+    values.pop("output_dtype", None)
+    with pytest.raises(RuntimeError, match="for argument 'first_slot' but instead found"):
+        function(**{**values, "first_slot": first_slot})
