@@ -126,6 +126,7 @@ def test_ranks_decode_the_tokens_of_one_process():
 
 
 RANK_PROGRAM = """
+import os
 import sys
 import torch
 import torch.distributed as dist
@@ -136,6 +137,8 @@ import kda_model, tensor_parallel
 from kda_ops import StateCache, StateSpec
 
 device, heads, steps = sys.argv[2], 4, 3
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["RANK"]))
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
 torch.manual_seed(0)
 layer = kda_model.DeltaLayer(64, heads, dtype).requires_grad_(False)
@@ -163,9 +166,6 @@ def alone(x, slots, pools):
 
 
 single = decode(alone, cache_of(heads))
-if device == "cuda":
-    import os
-    torch.cuda.set_device(int(os.environ["RANK"]))
 dist.init_process_group("nccl" if device == "cuda" else "gloo")
 mesh = init_device_mesh(device, (dist.get_world_size(),))
 parallel = tensor_parallel.ParallelLayer(layer, mesh)

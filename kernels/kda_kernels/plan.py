@@ -202,7 +202,9 @@ def cuda_kernel(operator: Operator, values: dict[str, Any], facts: Facts) -> Ker
     backend.require(name, first, facts.device)
     processors = torch.cuda.get_device_properties(facts.device).multi_processor_count
     variant = launch.variant_of(values, facts.output_dtype, processors, overlap=target.can_overlap)
-    function = backend.load(name, variant, target, launch.trace, launch.SOURCES)
+    # The stream that may be being captured is the one of the call's device.
+    with torch.cuda.device(facts.device):
+        function = backend.load(name, variant, target, launch.trace, launch.SOURCES)
     kernel: Kernel = launch.adapter(function, values)
     return kernel
 
