@@ -10,50 +10,24 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from torch import nn
+
+from kda_ops.integrations.exchange import Exchange
 
 DECODE_FUNCTIONS = ("causal_conv1d_update", "recurrent_kimi_delta_attention")
 """What a decode step calls, by the names that transformers' modelling files share."""
 
 
-class PlainDecode:
-    """The exchange that :func:`use_plain_decode` made; ``undo`` takes it back.
-
-    As a context manager it is undone at the end of the block. Graphs that were compiled meanwhile
-    are compiled again when they are called afterwards.
-    """
-
-    def __init__(self, before: list[tuple[ModuleType, str, Any]]) -> None:
-        """Remember what stood where."""
-        self._before = before
+class PlainDecode(Exchange):
+    """The exchange that :func:`use_plain_decode` made."""
 
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of the modelling files that have changed, in order."""
         return tuple(dict.fromkeys(module.__name__ for module, _, _ in self._before))
-
-    def undo(self) -> None:
-        """Put back what was there; a second call does nothing."""
-        while self._before:
-            module, name, function = self._before.pop()
-            setattr(module, name, function)
-
-    def __enter__(self) -> PlainDecode:
-        """Return the exchange."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Undo it."""
-        self.undo()
 
 
 def use_plain_decode(model: nn.Module) -> PlainDecode:
@@ -74,7 +48,7 @@ def use_plain_decode(model: nn.Module) -> PlainDecode:
         ValueError: no layer of the model is one of transformers' KDA layers, or this version
             keeps the functions in a form that is not known here; nothing has changed.
     """
-    found: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+    found: list[tuple[Any, str, Any]] = []
     for module in _modelling_files(model):
         for name in DECODE_FUNCTIONS:
             function = getattr(module, name)
@@ -84,10 +58,7 @@ def use_plain_decode(model: nn.Module) -> PlainDecode:
             found.append((module, name, plain))
     if not found:
         raise ValueError(f"{type(model).__name__} has no KDA layer of transformers")
-    before = [(module, name, getattr(module, name)) for module, name, _ in found]
-    for module, name, plain in found:
-        setattr(module, name, plain)
-    return PlainDecode(before)
+    return PlainDecode(found)
 
 
 def _modelling_files(model: nn.Module) -> list[ModuleType]:
