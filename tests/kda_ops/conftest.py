@@ -4,7 +4,7 @@ A test that takes ``operator`` states its property for every operator. ``functio
 operator's public function and ``call`` draws its arguments by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +49,13 @@ def call(operator: Operator) -> Callable[..., Values]:
 def overload(operator: Operator) -> Callable[[str], torch._ops.OpOverload]:
     """Return an overload of the operator by its name, ``default`` or ``out``."""
     return lambda name: getattr(getattr(torch.ops.kda, operator.name), name)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each device in turn; convolutions in float32 are that and no TF32 meanwhile."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield request.param
 
 
 @pytest.fixture(autouse=True)

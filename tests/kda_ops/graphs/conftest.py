@@ -20,11 +20,6 @@ FUSED = CONTRACTS[1]
 HEADS = 2
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    return request.param
-
-
 @pytest.fixture(params=["packed", "fused"])
 def operator(request):
     return request.param

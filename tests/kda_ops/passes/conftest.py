@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +27,6 @@ ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 
 def unit_rsqrt(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-def unit_root(x: Tensor) -> Tensor:
-    return x / torch.sqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
 
 
 def softplus_gate(a: Tensor, rate: Tensor) -> Tensor:
@@ -120,13 +116,12 @@ class StepLayer(nn.Module):
         return o.to(mixed.dtype) if s.cast else o
 
 
-def inputs(spelling: Spelling, rows: int = 4, seed: int = 0) -> tuple[Tensor, ...]:
-    """Draw one call's inputs, with a negative slot among the slots."""
-    generator, heads, dtype = (
-        torch.Generator().manual_seed(seed),
-        spelling.heads,
-        spelling.activation,
-    )
+def inputs(
+    spelling: Spelling, rows: int = 4, seed: int = 0, device: str = "cpu"
+) -> tuple[Tensor, ...]:
+    """Draw one call's inputs, with a negative slot among the slots; equal on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, dtype = spelling.heads, spelling.activation
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype)
@@ -134,7 +129,8 @@ def inputs(spelling: Spelling, rows: int = 4, seed: int = 0) -> tuple[Tensor, ..
     slots = torch.randperm(7, generator=generator)[:rows]
     if rows > 1:
         slots[1] -= 7
-    return draw(rows, 3 * heads * D), draw(rows, heads * D) * 3, draw(rows, heads), slots
+    drawn = draw(rows, 3 * heads * D), draw(rows, heads * D) * 3, draw(rows, heads), slots
+    return tuple(x.to(device) for x in drawn)
 
 
 @dataclass
@@ -154,7 +150,7 @@ class Captured:
     @property
     def targets(self) -> list[str]:
         """What the graph calls."""
-        return [str(n.target) for n in self.module.graph.nodes if n.op == "call_function"]
+        return targets(self.module.graph)
 
     @property
     def reasons(self) -> list[str]:
@@ -165,6 +161,11 @@ class Captured:
     def matches(self) -> int:
         """How many steps were fused."""
         return sum(f.operator is not None for f in self.findings)
+
+
+def targets(graph: torch.fx.Graph) -> list[str]:
+    """Return what a graph calls."""
+    return [str(n.target) for n in graph.nodes if n.op == "call_function"]
 
 
 def listing(graph: torch.fx.Graph) -> str:
@@ -212,16 +213,16 @@ def capture(
 
 
 def check_step(
-    spelling: Spelling, rows: int = 4, dynamic: bool = False, **changes: Any
+    spelling: Spelling, rows: int = 4, dynamic: bool = False, device: str = "cpu", **changes: Any
 ) -> Captured:
     """Rewrite one layer's graph, and compare outputs and pools with eager PyTorch.
 
     Tolerances are a rounding of the types involved: what a bf16 or f16 round trip may differ by.
     """
     spelling = replace(spelling, **changes)
-    eager = StepLayer(spelling)
+    eager = StepLayer(spelling).to(device)
     layer = copy.deepcopy(eager)
-    arguments = inputs(spelling, rows)
+    arguments = inputs(spelling, rows, device=device)
     with torch.no_grad():
         expected = eager(*arguments)
     if dynamic:
@@ -243,10 +244,14 @@ def compare(found: Tensor, expected: Tensor, tolerance: float) -> None:
 
 @dataclass
 class Traced:
-    """What the pass did to a graph, and the largest difference to eager, in tolerances."""
+    """What the pass did to a graph, and the largest difference to eager, in tolerances.
+
+    ``source`` and ``targets`` are what the graph called before and after.
+    """
 
     findings: list[Finding]
     difference: float
+    source: list[str]
     targets: list[str]
 
 
@@ -254,10 +259,13 @@ def trace(
     tensors: dict[str, Any],
     function: Callable[[dict[str, Any]], Tensor],
     tolerance: dict[torch.dtype, float],
+    device: str = "cpu",
+    whole: Collection[Any] = (),
 ) -> Traced:
     """Trace a function as AOTAutograd does (without Dynamo), rewrite it, and run it next to eager.
 
-    All tensors are compared: what the function returns and what it has updated in place.
+    All tensors are compared: what the function returns and what it has updated in place. Operations
+    that are to stay ``whole`` are not decomposed.
     """
     names, values = zip(*tensors.items(), strict=True)
 
@@ -265,13 +273,15 @@ def trace(
         return function(dict(zip(names, given, strict=True)))
 
     def copies() -> list[Any]:
-        return [v.clone() if isinstance(v, Tensor) else v for v in values]
+        return [v.to(device, copy=True) if isinstance(v, Tensor) else v for v in values]
 
     functional = torch.func.functionalize(call, remove="mutations")
-    table, eager, rewritten = select_decomp_table(), copies(), copies()
+    table = {op: d for op, d in select_decomp_table().items() if op not in whole}
+    eager, rewritten = copies(), copies()
     with torch.no_grad():
         module = make_fx(functional, decomposition_table=table, tracing_mode="fake")(*copies())
         module.graph.eliminate_dead_code()
+        before = targets(module.graph)
         findings = rewrite_graph(module.graph)
         module.recompile()
         pairs = [(module(*rewritten), call(*eager)), *zip(rewritten, eager, strict=True)]
@@ -280,8 +290,7 @@ def trace(
         assert found.dtype == wanted.dtype and found.shape == wanted.shape
         scale = tolerance.get(wanted.dtype, 0.0) * (1 + wanted.float().abs().max()) + 1e-30
         worst = max(worst, ((found.float() - wanted.float()).abs().max() / scale).item())
-    targets = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
-    return Traced(findings, worst, targets)
+    return Traced(findings, worst, before, targets(module.graph))
 
 
 @pytest.fixture(scope="session")

@@ -206,8 +206,8 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_a_spelling_becomes_one_operator(step, name):
-    captured = step.check_step(step.Spelling(), **SPELLINGS[name])
+def test_a_spelling_becomes_one_operator(step, device, name):
+    captured = step.check_step(step.Spelling(), device=device, **SPELLINGS[name])
     assert captured.reasons == []
     assert captured.targets.count("auto_functionalized_v2") == 1
     assert not {"aten.index.Tensor", "aten.index_put.default"} & set(captured.targets)

@@ -50,8 +50,9 @@ def decoder(model):
 def prefilled(model):
     cache = transformers.DynamicCache(config=model.config)
     torch.manual_seed(1)
+    prompt = torch.randint(3, 64, (2, 5)).to(model.device)
     with torch.no_grad():
-        return decoder(model)(torch.randint(3, 64, (2, 5)), cache)[:, -1:].argmax(-1), cache
+        return decoder(model)(prompt, cache)[:, -1:].argmax(-1), cache
 
 
 def states(cache):
@@ -77,8 +78,8 @@ def check_findings(captured):
     assert "aten.convolution.default" not in captured.targets
 
 
-def test_every_delta_layer_in_float32_becomes_one_operator_on_its_cache(step, model):
-    captured, expected, cache, twin = decode(step, model)
+def test_every_delta_layer_in_float32_becomes_one_operator_on_its_cache(step, model, device):
+    captured, expected, cache, twin = decode(step, copy.deepcopy(model).to(device))
     check_findings(captured)
     assert not any(f.roundings for f in captured.findings)
     step.compare(captured.output, expected, 1e-5)
@@ -86,8 +87,8 @@ def test_every_delta_layer_in_float32_becomes_one_operator_on_its_cache(step, mo
         step.compare(mine, eager, 1e-5)
 
 
-def test_in_bfloat16_it_is_as_near_to_float32_as_eager_is(step, model):
-    low = copy.deepcopy(model).bfloat16()
+def test_in_bfloat16_it_is_as_near_to_float32_as_eager_is(step, model, device):
+    low = copy.deepcopy(model).bfloat16().to(device)
     captured, expected, cache, twin = decode(step, low)
     check_findings(captured)
     step.compare(captured.output, expected, 0.02)
@@ -161,7 +162,7 @@ class OneLayer:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_of_glm_with_its_lower_bound_becomes_one_operator(step, dtype):
+def test_a_layer_of_glm_with_its_lower_bound_becomes_one_operator(step, device, dtype):
     modeling = pytest.importorskip("transformers.models.glm5_next.modeling_glm5_next")
     config = SimpleNamespace(
         hidden_size=32,
@@ -182,8 +183,9 @@ def test_a_layer_of_glm_with_its_lower_bound_becomes_one_operator(step, dtype):
             child.to(dtype)
     layer.forget_gate.f_a_proj.to(dtype)
     layer.forget_gate.f_b_proj.to(dtype)
-    x = torch.randn(3, 1, 32).to(dtype)
-    caches = [OneLayer(torch.randn(3, 768, 4).to(dtype), torch.randn(3, 2, 128, 128))]
+    layer, x = layer.to(device), torch.randn(3, 1, 32).to(device, dtype)
+    window, state = torch.randn(3, 768, 4).to(device, dtype), torch.randn(3, 2, 128, 128)
+    caches = [OneLayer(window, state.to(device))]
     caches.append(copy.deepcopy(caches[0]))
     with torch.no_grad():
         expected = layer(x, cache=caches[0])

@@ -283,8 +283,8 @@ def store(pool: Tensor, slots: Any, new: Tensor, old: Tensor, valid: Tensor | No
 def layers(step: Any) -> Any:
     """The names of this file, for tests that cannot import it."""
 
-    def trace(c: SimpleNamespace, layer: Callable[..., Tensor] = run) -> Any:
+    def trace(c: SimpleNamespace, layer: Callable[..., Tensor] = run, **how: Any) -> Any:
         """Trace a layer as AOTAutograd does, rewrite the graph, and run it next to eager."""
-        return step.trace(inputs(c), lambda tensors: layer(c, tensors), TOLERANCE)
+        return step.trace(inputs(c), lambda tensors: layer(c, tensors), TOLERANCE, **how)
 
     return SimpleNamespace(**globals(), trace=trace)

@@ -4,13 +4,24 @@ import pytest
 import torch
 
 
-@pytest.mark.parametrize("seed", range(120))
-def test_a_layer_of_spellings_at_random_becomes_one_operator(layers, seed):
+def check_layer(layers, seed, device):
     chosen = layers.sampled(seed)
-    traced = layers.trace(chosen)
+    traced = layers.trace(chosen, device=device)
     assert [f.operator for f in traced.findings] == ["kda::fused_decode"], vars(chosen)
     assert traced.difference < 1
     assert "aten.convolution.default" not in traced.targets
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_a_layer_of_spellings_at_random_becomes_one_operator(layers, seed):
+    check_layer(layers, seed, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(0, 120, 8))
+def test_a_layer_of_spellings_at_random_becomes_one_operator_on_cuda(layers, seed):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        check_layer(layers, seed, "cuda")
 
 
 def test_every_alternative_of_every_part_is_among_them(layers):
