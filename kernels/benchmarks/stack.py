@@ -6,12 +6,14 @@ how it is compiled, captured and timed (bench_model.py), the plain step itself (
 A layer is what one tensor-parallel rank of K3 runs: a norm; from the hidden state of 7168 one
 projection to q, k, v and a full-rank output gate, to the 128 numbers behind the decay gate and to
 beta; the decay gate's second projection; convolution, delta rule and gated norm; the projection
-back; a residual. 12 heads are K3's 96 over 8 ranks, 32 over 3. Experts, attention layers and the
-sum over ranks are left out: the stack is there to show the delta-attention layers.
+back; a residual. 12 heads are K3's 96 over 8 ranks, 32 over 3. Experts and attention layers are
+left out: the stack is there to show the delta-attention layers. So is the sum over ranks, unless a
+caller brings it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,8 +84,17 @@ class Layer(nn.Module):
         o = plain.fused_step(*step, *parameters, gate, self.head_norm, "vk")
         return x + self.out(o.flatten(-2)[0])
 
-    def with_operator(self, x: Tensor, slots: Tensor) -> Tensor:
-        """Run the layer around the operator, as a serving engine calls it."""
+    def with_operator(
+        self, x: Tensor, slots: Tensor, total: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Run the layer around the operator, as a serving engine calls it.
+
+        Args:
+            x: [B, hidden].
+            slots: [B].
+            total: the sum over ranks of what this rank's heads are projected to, if it has a part
+                of the heads.
+        """
         qkv, gate, decay, beta = self.project(self.norm(x)).split(self.sizes, dim=-1)
         heads = (1, x.shape[0], self.heads, D)
         o = kda_ops.fused_kda_decode(
@@ -100,7 +111,8 @@ class Layer(nn.Module):
             self.head_norm,
             first_slot=0,
         )
-        return x + self.out(o.flatten(-2)[0])
+        out = self.out(o.flatten(-2)[0])
+        return x + (out if total is None else total(out))
 
 
 class Stack(nn.Module):

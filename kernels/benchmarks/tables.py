@@ -1,7 +1,7 @@
 """Prints a GPU benchmark's report as Markdown: ``python kernels/benchmarks/tables.py decode.json``.
 
-Lives here: the tables of docs/benchmarks.md. Works on what bench_decode.py --device cuda and
-bench_model.py wrote, where that was.
+Lives here: the tables of docs/benchmarks.md. Works on what bench_decode.py --device cuda,
+bench_model.py and bench_parallel.py wrote, where that was.
 """
 
 from __future__ import annotations
@@ -71,6 +71,20 @@ def model_table(report: Report) -> Iterator[str]:
         yield _row([line["state"], str(line["heads"]), str(line["rows"]), line["way"], *numbers])
 
 
+def parallel_table(report: Report) -> Iterator[str]:
+    """Yield the lines of the table of ranks: speed, and what keeps them from a multiple of one."""
+    ranks, parts = report["ranks"], ("sums", "projections", "kda", "rest", "other")
+    shared = [f"{ranks} ranks: tokens/s", "us a step", "times faster"]
+    lost = [f"lost to {part}" for part in parts]
+    yield from _head(["state", "rows", "1 rank: tokens/s", "us a step", *shared, *lost])
+    for line in report["lines"]:
+        speed = line["tokens_per_second"]
+        numbers = [f"{speed['alone']:.0f}", f"{line['alone']:.0f}", f"{speed['shared']:.0f}"]
+        numbers += [f"{line['shared']:.0f}", f"{line['speedup']:.2f}"]
+        numbers += [f"{line['lost'][part]:.0f}" if part in line["lost"] else "" for part in parts]
+        yield _row([line["state"], str(line["rows"]), *numbers])
+
+
 def goal_table(report: Report) -> Iterator[str]:
     """Yield the lines of the table of goals."""
     yield from _head(["goal", "number", "measured", "", "where"])
@@ -98,8 +112,10 @@ def main() -> None:
     report = json.loads(parser.parse_args().report.read_text(encoding="utf-8"))
     machine = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
     print(f"{machine}\n")
-    print(*(model_table if "layers" in report else decode_tables)(report), "", sep="\n")
-    print(*goal_table(report), sep="\n")
+    table = model_table if "layers" in report else decode_tables
+    print(*(parallel_table if "ranks" in report else table)(report), "", sep="\n")
+    if "goals" in report:
+        print(*goal_table(report), sep="\n")
 
 
 if __name__ == "__main__":
