@@ -117,12 +117,18 @@ def test_kimi_linear_generates_the_same_text_with_its_layer_rewritten(device):
     assert rewritten >= 1
 
 
-def test_ranks_decode_the_tokens_of_one_process():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.multigpu)])
+def test_ranks_decode_what_one_process_decodes(device):
     command = [sys.executable, str(EXAMPLES / "tensor_parallel.py"), "--ranks", "2"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    there = {"NCCL_NVLS_ENABLE": "0"} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | there
     run = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     assert "2 ranks with 2 of 4 heads each" in run.stdout
-    assert "tokens: equal to one process" in run.stdout
+    (error,) = re.findall(r"logits: (\S+) from one process", run.stdout)
+    # On a GPU activations are bf16, and near ties a token may turn out another one.
+    assert float(error) < (1e-4 if device == "cpu" else 0.1)
+    if device == "cpu":
+        assert "tokens: equal to one process" in run.stdout
 
 
 RANK_PROGRAM = """
@@ -188,7 +194,7 @@ def test_two_ranks_hold_the_heads_of_one_process_bit_for_bit(device, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    environment |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
     command = [sys.executable, "-c", RANK_PROGRAM, str(EXAMPLES), device, f"{tmp_path}/rank"]
     ranks = [
         subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE)
