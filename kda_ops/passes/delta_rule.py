@@ -97,6 +97,9 @@ def read_update(reader: Reader, written: Node, at: Index, index: Index) -> Updat
         fact = "the prediction is not (S*d) applied to k"
         raise RefusalError(Reason.NOT_DELTA_RULE, written, fact)
     outer = frozenset((f, p) for f, p in summed if f is not contraction)
+    if (key, 1.0) not in outer:
+        fact = "the error is not written along the k that predicted"
+        raise RefusalError(Reason.NOT_DELTA_RULE, written, fact)
     rest = quotient(outer, frozenset({(key, 1.0)}))
     beta, norm = without_norm(reader, rest, key, key_axis, -1.0, written)
     unit_key = frozenset({(key, 1.0), (norm, -0.5)})
@@ -163,6 +166,9 @@ def without_norm(
     for factor, power in factors:
         if isinstance(factor, Value) and power < 0 and factor.node.target in CLAMPS:
             raise RefusalError(Reason.NORM_FORM, factor.node)
+        square = frozenset({(base.renamed(along, INNER), 2.0)})
+        if isinstance(factor, Contraction) and factor.without_bound(INNER) == square:
+            raise RefusalError(Reason.NORM_EPS, at, "eps = 0")
     raise RefusalError(Reason.NORM_MISSING, at)
 
 
