@@ -3,7 +3,8 @@
 Importing changes nothing: see :func:`enable`, :func:`enabled`, :func:`inductor_options` and
 ``torch.compile(model, backend="kda")``. The matching is laid out bottom-up: affine (indices), terms
 (views), algebra and expression (values), delta_rule and gates (the mathematics), arguments, step,
-certificate, rewrite, manager; what was found is findings, regions, explanation and page.
+certificate, rewrite, manager; what was found is findings, regions, explanation and page. Beside it,
+composition and roundings are what it takes to sit in Inductor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="kda")``: Inductor with the pass in its slot.
+"""``torch.compile(model, backend="kda")``: Inductor with the passes in their slots.
 
 Lives here: the function behind the entry point in group torch_dynamo_backends. Not here: the pass.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._inductor.compile_fx import compile_fx
 
-from kda_ops.passes.switch import inductor_options
+from kda_ops.passes.switch import SLOTS, inductor_options
 
 
 def kda(
@@ -40,9 +40,7 @@ def kda(
 
 
 def inductor_options_over(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the pass, in front of it a pass that the user gave in the options."""
-    slot = "post_grad_custom_pre_pass"
-    if slot not in settings:
-        return inductor_options()
-    with torch._inductor.config.patch({slot: settings[slot]}):
+    """Return the passes, in front of them those that the user gave in the options."""
+    given = {slot: settings[slot] for slot in SLOTS if slot in settings}
+    with torch._inductor.config.patch(given):
         return inductor_options()

@@ -1,31 +1,26 @@
 """The pass itself: one object for Inductor, with counters, a log and records of what was done.
 
-Lives here: the order of erasing assertions, matching, certifying and splicing; the uuid for the
-compile caches; composition with a pass that is there already. Not here: switching it on
-(switch.py), and what is kept of a match (findings.py).
+Lives here: the order of erasing assertions, matching, certifying and splicing. Not here: a user's
+passes beside it (composition.py), switching it on (switch.py), and what is kept of a match
+(findings.py).
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor import custom_graph_pass
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-import kda_kernels
-import kda_ops
 from kda_ops.passes.anchors import anchor, check_state
 from kda_ops.passes.candidates import candidates
 from kda_ops.passes.certificate import certify
+from kda_ops.passes.composition import ComposedPass
 from kda_ops.passes.convolution import read_convolution
 from kda_ops.passes.core import Core, read_core
 from kda_ops.passes.findings import Finding, Left, log, report, shape_of, source_line
@@ -35,6 +30,7 @@ from kda_ops.passes.pools import pool_root
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.regions import around, code, nodes_of
 from kda_ops.passes.rewrite import splice
+from kda_ops.passes.roundings import remove_roundings
 from kda_ops.passes.step import Step, fused_step, packed_step
 
 aten = torch.ops.aten
@@ -55,12 +51,7 @@ class Options:
     certify: bool = True
 
 
-# A pass that is told whether it sees an inference graph: where torch has such passes, one that the
-# user installed has to be told through ours.
-_Told: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
-
-
-class KdaPass(_Told):
+class KdaPass(ComposedPass):
     """Rewrites delta-rule steps of a post-grad graph to kda operators.
 
     Args:
@@ -75,31 +66,20 @@ class KdaPass(_Told):
         first: tuple[Callable[..., None], ...] = (),
         observers: tuple[Callable[[Graph, list[Finding]], None], ...] = (),
     ) -> None:
+        super().__init__(first)
         self.options = options or Options()
-        self.first = first
         self.observers = observers
 
-    def __call__(self, graph: Graph, is_inference: bool = True) -> None:
-        """Run the user's passes, then this one."""
-        for earlier in self.first:
-            if _Told is not CustomGraphPass and isinstance(earlier, _Told):
-                earlier(graph, is_inference)
-            else:
-                earlier(graph)
+    def run(self, graph: Graph) -> None:
+        """Rewrite the graph, and tell the observers."""
         observers = (*self.observers, *_observers)
         findings = rewrite_graph(graph, self.options, listed=bool(observers))
         for observer in observers:
             observer(graph, findings)
 
-    def uuid(self) -> Any:
-        """Return what the compiled code depends on, or None where an earlier pass cannot say."""
-        earlier = []
-        for other in self.first:
-            identity = other.uuid() if isinstance(other, CustomGraphPass) else None
-            if identity is None:
-                return None
-            earlier.append(identity)
-        return ("kda_ops", source_hash(), torch.__version__, repr(self.options), tuple(earlier))
+    def identity(self) -> tuple[Any, ...]:
+        """Return the options too."""
+        return (*super().identity(), repr(self.options))
 
 
 _observers: list[Callable[[Graph, list[Finding]], None]] = []
@@ -113,19 +93,6 @@ def observing(observer: Callable[[Graph, list[Finding]], None]) -> Iterator[None
         yield
     finally:
         _observers.remove(observer)
-
-
-@functools.cache
-def source_hash() -> str:
-    """Return a digest of every source file of both packages."""
-    digest = hashlib.sha256()
-    for package in (kda_ops, kda_kernels):
-        root = Path(str(package.__file__)).parent
-        for path in sorted(root.rglob("*")):
-            if path.suffix in {".py", ".cc", ".h"}:
-                digest.update(str(path.relative_to(root)).encode())
-                digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def rewrite_graph(
@@ -146,6 +113,7 @@ def rewrite_graph(
         finding = try_step(write, graph, options, same, listed=listed)
         findings.append(finding)
         report(finding)
+    remove_roundings(graph)
     if any(finding.operator for finding in findings):
         graph.lint()
     return findings

@@ -19,7 +19,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kda_ops.passes import Finding, Options, rewrite_graph
+from kda_ops.passes import Finding, Options, inductor_options, rewrite_graph
 
 D = 128
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
@@ -203,7 +203,8 @@ def capture(
         return make_boxed_func(module.forward)
 
     def backend(module: torch.fx.GraphModule, example: Any) -> Any:
-        return compile_fx(module, example, inner_compile=inner)
+        patches = inductor_options()
+        return compile_fx(module, example, inner_compile=inner, config_patches=patches)
 
     torch._dynamo.reset()
     with torch.no_grad():

@@ -11,7 +11,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import kda_ops
 from kda_ops.passes import KdaPass, Options
-from kda_ops.passes.switch import SLOT, composed
+from kda_ops.passes.roundings import MarkRoundings, PutBackRoundings
+from kda_ops.passes.switch import SLOT, SLOTS, composed
 
 LISTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
@@ -30,31 +31,38 @@ class Recording(CustomGraphPass):
 
 
 @pytest.fixture(autouse=True)
-def _slot_as_before():
-    before = getattr(inductor_config, SLOT)
+def _slots_as_before():
+    before = {name: slot(name) for name in SLOTS}
     yield
-    setattr(inductor_config, SLOT, before)
+    for name, value in before.items():
+        setattr(inductor_config, name, value)
 
 
-def slot():
-    return getattr(inductor_config, SLOT)
+def slot(name=SLOT):
+    return getattr(inductor_config, name)
+
+
+def holds_ours(name):
+    return isinstance(slot(name), SLOTS[name])
 
 
 def test_importing_changes_nothing():
     program = (
         "import torch._inductor.config as c, kda_ops, kda_ops.passes.backend, sys;"
-        f"assert c.{SLOT} is None; assert 'cutlass' not in sys.modules"
+        f"assert not any(getattr(c, slot) for slot in {list(SLOTS)});"
+        "assert 'cutlass' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_enable_and_disable_leave_the_slot_as_it_was():
+@pytest.mark.parametrize("name", SLOTS)
+def test_enable_and_disable_leave_every_slot_as_it_was(name):
     kda_ops.enable()
-    assert isinstance(slot(), KdaPass)
+    assert holds_ours(name)
     kda_ops.disable()
-    assert slot() is None
+    assert slot(name) is None
     kda_ops.disable()
-    assert slot() is None
+    assert slot(name) is None
 
 
 def test_enabling_twice_is_an_error():
@@ -65,29 +73,32 @@ def test_enabling_twice_is_an_error():
         pass
 
 
-def test_a_users_pass_comes_back_when_the_pass_is_disabled():
+@pytest.mark.parametrize("name", SLOTS)
+def test_a_users_pass_comes_back_when_the_pass_is_disabled(name):
     mine = Recording("mine", [])
-    setattr(inductor_config, SLOT, mine)
+    setattr(inductor_config, name, mine)
     kda_ops.enable()
-    assert slot().first == (mine,)
+    assert slot(name).first == (mine,)
     kda_ops.disable()
-    assert slot() is mine
+    assert slot(name) is mine
 
 
-def test_enabled_lasts_for_the_block():
+@pytest.mark.parametrize("name", SLOTS)
+def test_enabled_lasts_for_the_block(name):
     with kda_ops.enabled():
-        assert isinstance(slot(), KdaPass)
-    assert slot() is None
+        assert holds_ours(name)
+    assert slot(name) is None
 
 
-def test_inductor_options_compose_with_the_pass_in_the_slot():
+@pytest.mark.parametrize("name", SLOTS)
+def test_inductor_options_compose_with_the_pass_in_the_slot(name):
     mine = Recording("mine", [])
-    setattr(inductor_config, SLOT, mine)
+    setattr(inductor_config, name, mine)
     options = kda_ops.inductor_options()
-    assert list(options) == [SLOT]
-    assert options[SLOT].first == (mine,)
+    assert list(options) == list(SLOTS)
+    assert options[name].first == (mine,)
     kda_ops.enable()
-    assert kda_ops.inductor_options()[SLOT] is slot()
+    assert kda_ops.inductor_options()[name] is slot(name)
 
 
 def test_the_uuid_covers_options_and_other_passes():
@@ -99,14 +110,16 @@ def test_the_uuid_covers_options_and_other_passes():
             KdaPass(Options(certify=False)),
             KdaPass(first=(Recording("a", []),)),
             KdaPass(first=(Recording("b", []),)),
+            MarkRoundings(),
+            PutBackRoundings(),
         )
     }
-    assert len(uuids) == 5
+    assert len(uuids) == 7
     assert torch.__version__ in repr(KdaPass().uuid())
 
 
 def test_a_bare_callable_before_it_leaves_the_uuid_undecided():
-    assert composed(lambda graph: None).uuid() is None
+    assert KdaPass(first=(lambda graph: None,)).uuid() is None
 
 
 def test_two_users_passes_run_first_and_in_their_order(step):
@@ -116,7 +129,8 @@ def test_two_users_passes_run_first_and_in_their_order(step):
     def observe(graph, findings):
         seen.append(("ours", any("auto_functionalized" in n.name for n in graph.nodes)))
 
-    ours = composed([first, second] if LISTS else first)
+    with inductor_config.patch({SLOT: [first, second] if LISTS else first}):
+        ours = composed(SLOT)
     if not LISTS:
         ours.first = (first, second)
     ours.observers = (observe,)
@@ -141,10 +155,10 @@ def test_a_users_options_and_mode_reach_inductor_through_the_backend(step):
     spelling = step.Spelling(scale=0.25)
     torch._dynamo.reset()
     counters.clear()
-    options = {SLOT: Recording("mine", seen), "fx_graph_cache": False}
+    options = {name: Recording(name, seen) for name in SLOTS} | {"fx_graph_cache": False}
     with torch.no_grad():
         torch.compile(step.StepLayer(spelling), backend="kda", options=options)(
             *step.inputs(spelling)
         )
-    assert seen == [("mine", False)]
+    assert seen == [(name, False) for name in SLOTS]
     assert counters["kda"]["matches"] == 1
