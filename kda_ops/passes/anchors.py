@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -33,9 +32,21 @@ from kda_ops.passes.pools import (
     write_back,
 )
 from kda_ops.passes.reasons import Reason, RefusalError
+from kda_ops.passes.slots import (
+    ACCUMULATING,
+    INDEXED,
+    ROW_READS,
+    ROW_WRITES,
+    SPREAD,
+    forms_of,
+    regroup,
+    regrouped,
+    row_slots,
+    slots_of,
+)
+from kda_ops.passes.terms import Scope
 
 aten = torch.ops.aten
-LOOKUPS = frozenset({aten.embedding.default, aten.gather.default})
 COPIES = frozenset({aten.clone.default, aten.copy.default, aten.copy_.default})
 
 
@@ -43,11 +54,11 @@ COPIES = frozenset({aten.clone.default, aten.copy.default, aten.copy_.default})
 class Anchor:
     """One state and its update.
 
-    ``pool`` is the state before the step, ``write`` the functional index_put (or, for a dense
-    state, the copy_ of the epilogue), ``value`` what is written, ``index`` the slots' node or None,
-    ``reads`` the nodes that hold the rows' state before the step, ``back`` the epilogue's copy_.
-    ``place`` says what the pool is a view of; ``order`` is the order of its dimensions that the
-    operator knows.
+    ``pool`` is the state before the step, ``write`` the functional index_put or scatter (or, for a
+    dense state, the copy_ of the epilogue), ``value`` what is written, ``index`` the slots' node or
+    None, ``reads`` the nodes that hold the rows' state before the step, ``back`` the epilogue's
+    copy_. ``place`` says what the pool is a view of, ``wholes`` are casts and regroupings of all of
+    it; ``order`` is the order of its dimensions that the operator knows.
     """
 
     pool: Node
@@ -57,7 +68,7 @@ class Anchor:
     reads: list[Node]
     back: Node
     place: Place
-    casts: list[Node] = field(default_factory=list)
+    wholes: list[Node] = field(default_factory=list)
     order: tuple[int, ...] = (0, 1, 2, 3)
 
     @property
@@ -69,7 +80,31 @@ class Anchor:
     def touching(self) -> set[Node]:
         """The nodes around the pool that belong to the step."""
         twins, path = self.place.twins, self.place.path
-        return {*twins, *path, *self.reads, *self.casts, self.back}
+        return {*twins, *path, *self.reads, *self.wholes, self.back}
+
+    @property
+    def first_slot(self) -> int | None:
+        """The least slot: None where negative ones count from the end, as plain indexing has it.
+
+        Where any of the reads and the write has it that a negative slot is an error, it is 0.
+        """
+        nodes = (*self.reads, self.write) if self.index is not None else ()
+        return None if all(node.target in INDEXED for node in nodes) else 0
+
+    def read_index(self, scope: Scope, read: Node, index: Index) -> Index:
+        """Return the pool's index of an element of a read."""
+        return regroup(scope, index, read, self.pool)
+
+    def value_index(self, scope: Scope, index: Index) -> Index:
+        """Return the written value's index of an element of the pool's rows."""
+        index = regroup(scope, index, self.pool, operands(self.write)[0])
+        return index[len(index) - len(scope.shape(self.value)) :]
+
+    def mark_rows(self, scope: Scope) -> None:
+        """Note which dimensions of spread indices run over the rows."""
+        for node in (*self.reads, self.write):
+            if node.target in SPREAD:
+                row_slots(scope, node)
 
     def from_memory(self, index: Index) -> Index:
         """Return the pool's index of an element from its index as the operator knows it."""
@@ -85,9 +120,7 @@ def anchor(write: Node, same: dict[Node, Node], check: Callable[[Node], None]) -
 
     ``check`` refuses pools of another form than the operator's.
     """
-    pool, value = operands(write)[0], written(write)
-    if write.target is aten.scatter.src:
-        raise RefusalError(Reason.INDEX_FORM, write, "rows are written by scatter")
+    pool, value = regrouped(operands(write)[0]), written(write)
     pool = same.get(pool, pool)
     root = check_origin(write, pool)
     check(pool)
@@ -96,10 +129,10 @@ def anchor(write: Node, same: dict[Node, Node], check: Callable[[Node], None]) -
         found = Anchor(pool, write, value, None, [pool], write, place)
     else:
         place = place_of(pool, write, same)
-        index = slot_index(write)
-        reads, casts = gathers([pool, *place.twins], index, write, same)
+        index = slots_of(write, same)
+        reads, wholes = row_reads([pool, *place.twins], write, same)
         back = write_back(root, place.result)
-        found = Anchor(pool, write, value, plain_index(index, same), reads, back, place, casts)
+        found = Anchor(pool, write, value, index, reads, back, place, wholes)
     check_users(found)
     return found
 
@@ -112,7 +145,8 @@ def check_origin(write: Node, pool: Node) -> Node:
         raise RefusalError(reason, root)
     if viewed_storage(pool) is not None and root.meta["val"].storage_offset() != 0:
         raise RefusalError(Reason.STATE_IS_VIEW, pool, "a view of an input that is one itself")
-    if write.target is aten.index_put.default and len(operands(write)) > 3 and operands(write)[3]:
+    adds = write.target is aten.index_put.default and any(operands(write)[3:])
+    if adds or write.target in ACCUMULATING:
         raise RefusalError(Reason.ACCUMULATES, write)
     return root
 
@@ -130,50 +164,27 @@ def check_state(pool: Node) -> None:
         raise RefusalError(Reason.STATE_DTYPE, pool, str(value.dtype))
 
 
-def slot_index(write: Node) -> Node:
-    """Return the one index tensor of a write over the first dimension."""
-    indices = operands(write)[1]
-    index = indices[0] if len(indices) == 1 else None
-    if not isinstance(index, Node):
-        raise RefusalError(Reason.INDEX_FORM, write, "not one index over the first dimension")
-    value = index.meta["val"]
-    if value.dim() != 1 or value.dtype not in {torch.int32, torch.int64}:
-        raise RefusalError(Reason.INDEX_FORM, index, f"{value.dtype} with {value.dim()} dimensions")
-    return index
-
-
-def plain_index(index: Any, same: dict[Node, Node]) -> Any:
-    """Return an index below exact integer casts, the first node of those that compute it."""
-    while isinstance(index, Node) and index.target in CASTS and is_exact_cast(index):
-        index = operands(index)[0]
-    return same.get(index, index) if isinstance(index, Node) else index
-
-
-def gathers(
-    pools: list[Node], index: Node, write: Node, same: dict[Node, Node]
+def row_reads(
+    pools: list[Node], write: Node, same: dict[Node, Node]
 ) -> tuple[list[Node], list[Node]]:
-    """Return the gathers of a pool, and the casts of the whole pool that some of them read."""
+    """Return the reads of a pool at the written slots, and the whole pools in other forms.
+
+    These are exact casts of all of it, and views with rows as vectors, that reads go through.
+    """
     casts = [u for pool in pools for u in pool.users if u.target in CASTS and is_exact_cast(u)]
-    reads = [u for s in (*pools, *casts) for u in s.users if u.target is aten.index.Tensor]
-    matching = []
-    for read in reads:
-        indices = operands(read)[1]
-        if len(indices) != 1:
-            raise RefusalError(Reason.INDEX_FORM, read)
-        if plain_index(indices[0], same) is plain_index(index, same):
-            matching.append(read)
+    forms = [form for source in (*pools, *casts) for form in forms_of(source)]
+    slots = slots_of(write, same)
+    reads = [u for form in forms for u in form.users if u.target in ROW_READS]
+    matching = [read for read in reads if slots_of(read, same) is slots]
     if not matching:
-        for looked in (n for s in pools for u in s.users for n in (u, *u.users)):
-            if looked.target in LOOKUPS:
-                raise RefusalError(Reason.INDEX_FORM, looked, f"rows are read by {looked.target}")
-        raise RefusalError(Reason.INDEX_MISMATCH, write, f"written at {index.name}")
-    return matching, casts
+        raise RefusalError(Reason.INDEX_MISMATCH, write, f"written at {slots.name}")
+    return matching, [form for form in forms if form not in pools]
 
 
 def check_users(found: Anchor) -> None:
     """Refuse a pool that anything but the step and its write-back touches."""
     own, place = found.touching, found.place
-    for source in {found.pool, place.base, *place.twins, *found.casts}:
+    for source in {found.pool, place.base, *place.twins, *found.wholes}:
         for user in source.users:
             if user not in own and not (source is found.pool and is_operand(user, found)):
                 raise outsider(user)
@@ -185,17 +196,18 @@ def check_users(found: Anchor) -> None:
     users = list(found.result.users)
     continued = any(goes_on(user, found) for user in users)
     for user in users:
-        later = goes_on(user, found) or (continued and user.target is aten.index.Tensor)
+        later = goes_on(user, found) or (continued and user.target in ROW_READS)
         if user is not found.back and not later:
             raise outsider(user)
 
 
 def goes_on(user: Node, found: Anchor) -> bool:
     """Whether a user of the updated pool is a later step's: its write, or a view it works on."""
-    if user.target is aten.index_put.default or user.target in SCATTERS:
+    if user.target in ROW_WRITES | SCATTERS:
         return operands(user)[0] is found.result
     views = STORAGE_VIEWS | SPLITS
-    return bool(found.place.views) and user.target in views
+    grouped = regrouped(user) is not user
+    return grouped or (bool(found.place.views) and user.target in views)
 
 
 def is_operand(user: Node, found: Anchor) -> bool:
@@ -208,7 +220,7 @@ def outsider(user: Node) -> RefusalError:
     """Name what another user of a pool does with it."""
     if user.target in COPIES:
         return RefusalError(Reason.STATE_SNAPSHOT, user)
-    if user.target is aten.index.Tensor:
+    if user.target in ROW_READS:
         return RefusalError(Reason.STATE_READ_ELSEWHERE, user, "gathered again")
     if user.target in VIEWS_OF_POOL or (user.op == "call_function" and is_view(user)):
         return RefusalError(Reason.STATE_ALIASED, user)

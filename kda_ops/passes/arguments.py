@@ -49,6 +49,7 @@ class Arguments:
     scale: float
     lower_bound: float | None
     layout: str
+    first_slot: int | None = None
     valid: Access | None = None
     live: bool = True
 
@@ -66,7 +67,7 @@ class Arguments:
     @property
     def constants(self) -> tuple[Any, ...]:
         """The arguments that are no tensors."""
-        return (self.scale, self.lower_bound, self.layout, self.live)
+        return (self.scale, self.lower_bound, self.layout, self.first_slot, self.live)
 
     @property
     def leaves(self) -> dict[Node, str]:
@@ -107,7 +108,7 @@ class Arguments:
             "state_indices": self._slots(emit),
             "scale": self.scale,
             "lower_bound": self.lower_bound,
-            "first_slot": None,
+            "first_slot": self.first_slot,
             "state_layout": self.layout,
         }
 
@@ -148,6 +149,6 @@ class Arguments:
             "state_indices": self._described_slots(),
             "scale": f"{self.scale:.6g}",
             "lower_bound": gate,
-            "first_slot": "None",
+            "first_slot": str(self.first_slot),
             "state_layout": self.layout,
         }

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from kda_ops.passes.nodes import RESHAPES, is_projection, operands
-from kda_ops.passes.pools import SCATTERS, is_next_version, pool_root
+from kda_ops.passes.nodes import is_projection, operands
+from kda_ops.passes.pools import SCATTERS, is_next_version
+from kda_ops.passes.slots import ACCUMULATING, ROW_WRITES, regrouped
 
 aten = torch.ops.aten
 VIEWS_OF_POOL = frozenset(
@@ -32,10 +33,13 @@ VIEWS_OF_POOL = frozenset(
         aten.alias.default,
     }
 )
-WRITES = frozenset({aten.index_put.default, aten.copy_.default})
-# Looked at so that it can be said why they are no step.
-SEEN = WRITES | {aten.scatter.src}
-VALUE_AT: dict[Any, int] = {aten.index_put.default: 2, aten.scatter.src: 3}
+WRITES = ROW_WRITES | {aten.copy_.default}
+# What adds is looked at so that it can be said why it is no step.
+SEEN = WRITES | ACCUMULATING
+VALUE_AT: dict[Any, int] = {
+    aten.index_put.default: 2,
+    **dict.fromkeys({aten.scatter.src, *ACCUMULATING}, 3),
+}
 
 
 def candidates(graph: Graph) -> Iterator[Node]:
@@ -43,10 +47,11 @@ def candidates(graph: Graph) -> Iterator[Node]:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in SEEN:
             continue
-        pool, value = operands(node)[0], written(node)
+        given, value = operands(node)[0], written(node)
         if not isinstance(value, Node) or value.target in {operator.getitem, *SEEN}:
             continue
-        if not (state_like(value, least=2) and state_like(pool)) and not is_flattened(pool):
+        pool = regrouped(given)
+        if not state_like(pool) or (pool is given and not state_like(value, least=2)):
             continue
         if node.target is aten.copy_.default and value.target in VIEWS_OF_POOL | SCATTERS:
             continue
@@ -58,13 +63,6 @@ def candidates(graph: Graph) -> Iterator[Node]:
 def written(node: Node) -> Any:
     """Return the value argument of a write."""
     return operands(node)[VALUE_AT.get(node.target, 1)]
-
-
-def is_flattened(pool: object) -> bool:
-    """Whether a pool is a view [slots, everything] of a pool of states."""
-    if not isinstance(pool, Node) or pool.target not in RESHAPES or pool.meta["val"].dim() != 2:
-        return False
-    return state_like(pool_root(pool), least=4)
 
 
 def state_like(node: object, least: int = 3) -> bool:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from kda_kernels.fused_decode.reference import fused_decode
 from kda_kernels.packed_decode.reference import packed_decode
 from kda_ops.passes.core import D
+from kda_ops.passes.fused_arguments import FusedArguments
 from kda_ops.passes.nodes import CASTS, RESHAPES, operands, rounds
 from kda_ops.passes.reasons import Reason, RefusalError
 from kda_ops.passes.step import Step
@@ -49,6 +50,17 @@ class Trial:
     rows: int
     generator: torch.Generator
     values: dict[Node, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Note which nodes are whole pools: they have as many slots as the trial's."""
+        self.wholes = {node for found in self.step.pools.values() for node in found.touching}
+
+    @property
+    def first_slot(self) -> int | None:
+        """The least slot that the graph's own code allows."""
+        arguments = self.step.arguments
+        core = arguments.core if isinstance(arguments, FusedArguments) else arguments
+        return core.first_slot
 
     def shrink(self, node: Node) -> tuple[int, ...]:
         """Return the trial's shape of a node's value: fewer rows, all else as it is."""
@@ -85,7 +97,8 @@ class Trial:
         dtype = node.meta["val"].dtype
         if role == "state_indices":
             order = torch.randperm(shape[0] + SPARE_SLOTS, generator=self.generator)[: shape[0]]
-            order[1::2] -= shape[0] + SPARE_SLOTS
+            if self.first_slot is None:
+                order[1::2] -= shape[0] + SPARE_SLOTS
             return order.to(dtype)
         if role == "valid":
             return torch.arange(math.prod(shape)).reshape(shape) % 3 != 1
@@ -138,7 +151,9 @@ class Trial:
         args, kwargs = torch.fx.node.map_arg((operands(node), dict(node.kwargs)), self.stand_in)
         if node in self.step.dropped:
             return self.unrounded(node, args, kwargs)
-        if node.target in RESHAPES or node.target in {aten.expand.default, aten.full.default}:
+        if node in self.wholes and node.target in RESHAPES:
+            args = (args[0], [args[0].shape[0], *(int(n) for n in node.meta["val"].shape[1:])])
+        elif node.target in RESHAPES or node.target in {aten.expand.default, aten.full.default}:
             shape = list(self.shrink(node))
             args = (shape, *args[1:]) if node.target is aten.full.default else (args[0], shape)
         if node.target is aten.copy_.default:
@@ -262,7 +277,7 @@ def compare_rows(step: Step, rows: int) -> None:
     REFERENCES[step.operator](**arguments, output=output.view(in_order(step, shape)))
     close(step, "output", output, expected.reshape(-1))
     for name, pool in pools.items():
-        close(step, name, pool, written[name])
+        close(step, name, pool, written[name].reshape(pool.shape))
 
 
 def in_order(step: Step, shape: tuple[int, int, int, int]) -> tuple[int, ...]:

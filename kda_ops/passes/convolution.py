@@ -16,7 +16,7 @@ from kda_ops.passes.affine import Affine, Index, axis, constant
 from kda_ops.passes.algebra import Polynomial, State, Value, equal, has_state
 from kda_ops.passes.anchors import Anchor, anchor
 from kda_ops.passes.candidates import WRITES, flows, written
-from kda_ops.passes.core import Core, D, local, row_count
+from kda_ops.passes.core import Core, D, local, reads_of, row_count
 from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.expression import Reader
 from kda_ops.passes.functions import argument_of, silu
@@ -24,6 +24,7 @@ from kda_ops.passes.masks import unmasked
 from kda_ops.passes.nodes import TAPS_AT_MOST, operands
 from kda_ops.passes.pools import SCATTERS, pool_root
 from kda_ops.passes.reasons import Reason, RefusalError
+from kda_ops.passes.slots import ROW_READS, forms_of, regrouped
 from kda_ops.passes.terms import ROW, Term
 
 aten = torch.ops.aten
@@ -61,17 +62,13 @@ def read_convolution(core: Core, same: dict[Node, Node]) -> Convolution:
     query, key, value = core.output.query, core.update.key, core.update.value
     mixed = (Term(query.node, query.index), Term(key.node, key.index), value)
     sums = tuple(before_silu(core, part) for part in mixed)
-    found = window_of(sums, same)
+    found = replace(window_of(sums, same), order=(0, 1, 2))
     if core.anchor.index is not found.index:
         raise RefusalError(Reason.CONV_SLOTS, found.write)
     if row_count(core.scope, found) != core.scope.sizes[ROW]:
         raise RefusalError(Reason.CONV_SLOTS, found.write, "another number of rows")
-    reader = Reader(
-        core.scope,
-        {read: lambda index: index for read in found.reads},
-        flows(found.reads),
-        state_rounds=True,
-    )
+    found.mark_rows(core.scope)
+    reader = Reader(core.scope, reads_of(core.scope, found), flows(found.reads), state_rounds=True)
     terms = [reader.polynomial(part.node, part.index) for part in sums]
     order, columns = order_of(found, terms)
     found = replace(found, order=order)
@@ -122,8 +119,9 @@ def writes_behind(end: Node) -> Iterator[Node]:
     """Yield the writes of states that a value is computed from."""
     for node in local({end}):
         for source in node.all_input_nodes:
-            pool = operands(source)[0] if source.target is aten.index.Tensor else source
-            yield from (user for user in pool.users if is_write(user, pool))
+            pool = regrouped(operands(source)[0] if source.target in ROW_READS else source)
+            for form in forms_of(pool):
+                yield from (user for user in form.users if is_write(user, form))
 
 
 def is_write(user: Node, pool: Node) -> bool:

@@ -6,7 +6,7 @@ laid out for an operator, and what else the graph does with them (step.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,6 +99,7 @@ def read_core(found: Anchor, same: dict[Node, Node]) -> Core:
     found = replace(found, order=memory_order(found))
     rows = row_count(scope, found)
     index = state_index(scope, found.pool, rows)
+    found.mark_rows(scope)
     reader = make_reader(scope, found)
     place = found.from_memory(index)
     new, at, mask = unmasked(scope, found, place)
@@ -107,7 +108,7 @@ def read_core(found: Anchor, same: dict[Node, Node]) -> Core:
     gate = read_gate(reader, update.decay, update.key_axis)
     beta = read_beta(reader, update.beta, written)
     output = find_output(reader, found, update, index)
-    held = scope.resolve(found.value, place[len(place) - len(scope.shape(found.value)) :]).node
+    held = scope.resolve(found.value, found.value_index(scope, place)).node
     stored = frozenset({found.value, held, new})
     return Core(found, reader, index, update, gate, beta, output, mask, stored)
 
@@ -124,7 +125,7 @@ def row_count(scope: Scope, found: Anchor) -> int:
     if rows == 0:
         raise RefusalError(Reason.NO_ROWS, found.value)
     shape = scope.shape(found.value)
-    expected = (rows, *scope.shape(found.pool)[1:])
+    expected = (rows, *scope.shape(operands(found.write)[0])[1:])
     dropped = len(expected) - len(shape)  # a setitem of one row drops its dimension
     if shape != expected[dropped:] or any(size != 1 for size in expected[:dropped]):
         sizes = tuple(found.value.meta["val"].shape)
@@ -137,10 +138,19 @@ def make_reader(scope: Scope, found: Anchor) -> Reader:
     dependents = flows(found.reads)
     return Reader(
         scope,
-        {read: found.to_memory for read in found.reads},
+        reads_of(scope, found),
         dependents,
         stops=norm_bases(scope, local({*dependents, found.value}), dependents),
     )
+
+
+def reads_of(scope: Scope, found: Anchor) -> dict[Node, Callable[[Index], Index]]:
+    """Return the function from each read's index to that of the state as the operator knows it."""
+
+    def mapped(read: Node) -> Callable[[Index], Index]:
+        return lambda index: found.to_memory(found.read_index(scope, read, index))
+
+    return {read: mapped(read) for read in found.reads}
 
 
 def norm_bases(scope: Scope, nodes: Iterable[Node], dependents: set[Node]) -> set[Node]:

@@ -7,7 +7,7 @@ here: what the recurrence's are (arguments.py).
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -160,6 +160,8 @@ def lay_out_fused(
     weight, located = norm.weight, None
     if weight is not None:
         located = access(scope, weight, update.value_axis, rows=False, per_head=False)
+    if convolution.anchor.first_slot is not None:
+        arguments = replace(arguments, first_slot=convolution.anchor.first_slot)
     return FusedArguments(
         core=arguments,
         x=(x[0], x[1], x[2]),

@@ -33,13 +33,13 @@ class Mask:
 
 def unmasked(scope: Scope, found: Anchor, at: Index) -> tuple[Node, Index, Mask | None]:
     """Return the state that valid rows are given, its index, and the mask, if there is one."""
-    term = scope.resolve(found.value, at[len(at) - len(scope.shape(found.value)) :])
+    term = scope.resolve(found.value, found.value_index(scope, at))
     if term.node.target is not aten.where.self:
         return term.node, term.index, None
     condition, yes, no = operands(term.node)
     for kept, other, live in ((yes, no, True), (no, yes, False)):
         old = below(scope, other, term.index)
-        if old.node in found.reads and old.index == at:
+        if old.node in found.reads and found.read_index(scope, old.node, old.index) == at:
             valid = below(scope, condition, term.index)
             new = below(scope, kept, term.index)
             return new.node, new.index, Mask(valid, live)

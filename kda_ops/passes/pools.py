@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from kda_ops.passes.nodes import SPLITS, is_input, operands
+from kda_ops.passes.nodes import RESHAPES, SPLITS, is_input, operands
 from kda_ops.passes.reasons import Reason, RefusalError
+from kda_ops.passes.slots import ROW_WRITES, regroup, regrouped
 from kda_ops.passes.terms import Scope
 
 aten = torch.ops.aten
@@ -66,20 +67,16 @@ def place_of(pool: Node, write: Node, same: dict[Node, Node]) -> Place:
     twins = twins_of(base, views, same)
     known = {base, *twins}
     path = [write]
-    while path[-1].meta["val"].shape != base.meta["val"].shape or not whole(path, views):
+    changed = bool(views) or regrouped(operands(write)[0]) is not operands(write)[0]
+    while path[-1].meta["val"].shape != base.meta["val"].shape or len(path) <= changed:
         users = [user for user in path[-1].users if leads_up(user, path[-1], known)]
         if len(users) != 1:
             raise RefusalError(Reason.STATE_IS_VIEW, pool)
         path.append(users[0])
     place = Place(base, tuple(views), frozenset(twins), tuple(path))
-    if views and not inverse(place, pool, same):
+    if changed and not inverse(place, pool, same):
         raise RefusalError(Reason.STATE_IS_VIEW, pool)
     return place
-
-
-def whole(path: list[Node], views: list[Node]) -> bool:
-    """Whether as many steps lead up as lead down, where shapes alone do not tell."""
-    return not views or len(path) > 1
 
 
 def viewed_storage(node: Node) -> Node | None:
@@ -108,7 +105,7 @@ def leads_up(user: Node, node: Node, known: set[Node]) -> bool:
     """Whether a node puts a written part back into what it is a part of."""
     if user.target in SCATTERS:
         return operands(user)[1] is node and operands(user)[0] in known
-    return user.target in STORAGE_VIEWS and operands(user)[0] is node
+    return user.target in STORAGE_VIEWS | RESHAPES and operands(user)[0] is node
 
 
 def inverse(place: Place, pool: Node, same: dict[Node, Node]) -> bool:
@@ -120,7 +117,8 @@ def inverse(place: Place, pool: Node, same: dict[Node, Node]) -> bool:
         return False
     above = scope.resolve(place.result, below.index)
     write = place.path[0]
-    return above.node is same.get(write, write) and above.index == index
+    arrived = above.node is same.get(write, write)
+    return arrived and regroup(scope, above.index, write, pool) == index
 
 
 def pool_root(pool: Node) -> Node:
@@ -145,12 +143,12 @@ def is_next_version(node: Node) -> bool:
         node = operands(node)[1]
         while (source := viewed_storage(node)) is not None:
             node = source
-    return node.target is aten.index_put.default and is_input(pool_root(operands(node)[0]))
+    return node.target in ROW_WRITES and is_input(pool_root(regrouped(operands(node)[0])))
 
 
 def before(node: Node) -> Node | None:
     """Return the version of a pool that a written one was made from."""
-    if node.target is aten.index_put.default or node.target in SCATTERS:
+    if node.target in ROW_WRITES | SCATTERS | RESHAPES:
         return operands(node)[0]
     return replaced_base(node) or viewed_storage(node)
 

@@ -65,7 +65,7 @@ class Reason(Enum):
         "mark only the batch dynamic: torch._dynamo.mark_dynamic(x, 0) instead of dynamic=True",
     )
     ACCUMULATES = Explanation(
-        "the pool is written with accumulate=True, which adds to the old state",
+        "the pool is written with accumulate=True or a reduction, which keeps part of the old state",
         "assign the new state: pool[slots] = state",
     )
     INDEX_FORM = Explanation(

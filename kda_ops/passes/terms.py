@@ -7,6 +7,7 @@ element become the same term. Not here: arithmetic (algebra.py).
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,8 +83,13 @@ class Scope:
         name = f"${self._fresh}"
         return name, self.named(name, size)
 
-    def resolve(self, node: Node, index: Index) -> Term:
-        """Look through views and exact casts to the node that computes the element."""
+    def resolve(
+        self, node: Node, index: Index, until: Callable[[Node], bool] | None = None
+    ) -> Term:
+        """Look through views and exact casts to the node that computes the element.
+
+        Looking ends earlier at a node that ``until`` accepts.
+        """
         step: tuple[Node, Index] | None = (node, index)
         while step is not None:
             node, index = step
@@ -91,7 +97,7 @@ class Scope:
             self.rows_in.setdefault(node, set()).update(dims)
             node = self.same.get(node, node)
             self.rows_in.setdefault(node, set()).update(dims)
-            step = self._through(node, index)
+            step = None if until is not None and until(node) else self._through(node, index)
         return Term(node, index)
 
     def broadcast(self, node: Node, index: Index) -> Index:
