@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from kda_ops.passes.algebra import Product, Value
+from kda_ops.passes.algebra import RELATIVE, Product, Value
 from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.expression import Reader
 from kda_ops.passes.functions import argument_of, sigmoid, softplus
@@ -85,8 +85,14 @@ def split_rate(reader: Reader, factors: Product) -> tuple[Term | None, Product]:
     for factor, power in factors:
         if not isinstance(factor, Value) or power != 1.0 or factor.axes - {HEAD}:
             continue
+        rest = factors - {(factor, power)}
         if factor.node.target is aten.exp.default:
-            return below(reader, operands(factor.node)[0], factor), factors - {(factor, power)}
+            return below(reader, operands(factor.node)[0], factor), rest
+        if factor.node.target is aten.exp2.default:
+            coefficient, exponent = reader.factors(operands(factor.node)[0], factor.index)
+            a_log = reader.whole.get(exponent)
+            if a_log is not None and math.isclose(coefficient, 1 / math.log(2.0), rel_tol=RELATIVE):
+                return a_log, rest
     return None, factors
 
 

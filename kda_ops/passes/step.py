@@ -15,6 +15,7 @@ from torch.fx import Node
 from kda_ops.passes.access import Access, D, access, check_dtypes
 from kda_ops.passes.anchors import Anchor, outsider
 from kda_ops.passes.arguments import Arguments
+from kda_ops.passes.candidates import flows
 from kda_ops.passes.convolution import Convolution
 from kda_ops.passes.core import Core
 from kda_ops.passes.delta_rule import HEAD
@@ -73,10 +74,19 @@ def packed_step(core: Core) -> Step:
 def fused_step(core: Core, convolution: Convolution, norm: GatedNorm) -> Step:
     """Lay out the recurrence with the convolution before it and the norm behind it."""
     arguments = lay_out_fused(core, lay_out(core), convolution, norm)
+    check_order(arguments, convolution.anchor)
     pools = {"conv_state": convolution.anchor, "state": core.anchor}
     dtype = norm.node.meta["val"].dtype
     kept = {part.node for part in convolution.mixed} | norm.rounded | {norm.node}
     return finished("fused_decode", pools, core, arguments, norm.valid, dtype, kept)
+
+
+def check_order(arguments: FusedArguments, window: Anchor) -> None:
+    """Refuse where a gate is computed from the convolution, which the operator keeps to itself."""
+    convolved = flows(window.reads)
+    for place in arguments.places:
+        if place is not None and place.node in convolved:
+            raise RefusalError(Reason.ORDER, place.node, "computed from the convolution")
 
 
 def finished(
@@ -145,7 +155,6 @@ def lay_out(core: Core) -> Arguments:
         scale=output.scale,
         lower_bound=gate.lower_bound,
         layout=update.layout,
-        first_slot=core.anchor.first_slot,
         valid=valid,
         live=core.mask is None or core.mask.live,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-D, ROWS, SLOTS = 128, 3, 6
+D, ROWS, SLOTS, LOG2E = 128, 3, 6, 1.4426950408889634
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -109,7 +109,7 @@ def gate_stable(a: Tensor, A: Tensor) -> Tensor:
 
 
 def gate_base_two(a: Tensor, A: Tensor) -> Tensor:
-    return torch.exp2(F.softplus(a) * -A.exp() * 1.4426950408889634)
+    return torch.exp2(F.softplus(a) * -torch.exp2(A * LOG2E) * LOG2E)
 
 
 def gate_bounded(a: Tensor, A: Tensor) -> Tensor:
@@ -288,3 +288,12 @@ def layers(step: Any) -> Any:
         return step.trace(inputs(c), lambda tensors: layer(c, tensors), TOLERANCE, **how)
 
     return SimpleNamespace(**globals(), trace=trace)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Run small tensors on one thread: waking others costs more than their share of the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 SETTINGS = settings(
-    max_examples=20,
+    max_examples=12,
     deadline=None,
     derandomize=True,
     database=None,

@@ -63,3 +63,29 @@ def test_a_norm_without_weight_is_one_with_ones(layers):
     traced = layers.trace(layers.sampled(5, norm=norm))
     assert traced.findings[0].arguments["norm_weight"] == "ones"
     assert traced.difference < 1
+
+
+@pytest.mark.parametrize("gate", ["gate", "out_gate"])
+def test_a_gate_that_is_computed_from_the_convolution_leaves_it_outside(layers, gate):
+    chosen = layers.sampled(5, form="dense", activation=torch.float32, bias=False)
+
+    def layer(c, t):
+        """The layer's gate is what its convolution makes of q."""
+        window = t["window"].transpose(1, 2) if c.channels_last else t["window"]
+        mixed = c.silu(c.conv(window, t["x"], t["w"], None))
+        return layers.run(c, t | {gate: mixed[:, : c.heads * layers.D]})
+
+    traced = layers.trace(chosen, layer)
+    (found,) = traced.findings
+    assert found.operator == "kda::packed_decode"
+    assert "ORDER" in [left.reason.name for left in found.left], found.left
+    assert traced.difference < 1
+
+
+def test_a_product_with_one_is_its_operand(layers):
+    def conv(h, x, w, b):
+        return (h[..., -3:].float() * w[:, :3]).sum(-1) + x.float() * 1 * w[:, 3]
+
+    traced = layers.trace(layers.sampled(5, conv=conv, bias=False))
+    assert traced.findings[0].operator == "kda::fused_decode"
+    assert traced.difference < 1
