@@ -155,6 +155,7 @@ def lay_out(core: Core) -> Arguments:
         scale=output.scale,
         lower_bound=gate.lower_bound,
         layout=update.layout,
+        first_slot=core.anchor.first_slot,
         valid=valid,
         live=core.mask is None or core.mask.live,
     )
