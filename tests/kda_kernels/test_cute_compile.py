@@ -1,9 +1,13 @@
-"""Kernels compile for every declared architecture on a machine without a GPU, without spills."""
+"""Kernels compile on a machine without a GPU, are kept, found again, shared out and bundled.
+
+Every variant for every architecture: test_cute_matrix.py.
+"""
 
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ import torch
 pytest.importorskip("cutlass.cute", reason="needs CuTe DSL (nvidia-cutlass-dsl)")
 
 from kda_kernels import artifacts
-from kda_kernels._cute import bundle, packing, parallel, runtime
+from kda_kernels._cute import bundle, packing, parallel, resources, runtime
 from kda_kernels._cute import compile as backend
 from kda_kernels._cute.target import TARGETS
 from kda_kernels.packed_decode import launch
@@ -23,9 +27,7 @@ CUOBJDUMP = shutil.which("cuobjdump")
 FEW, MANY = {"B": 1, "H": 1, "S": 2}, {"B": 700, "H": 1, "S": 700}
 OPERATORS = [contract.name for contract in CONTRACTS if has_cuda_kernel(contract.name)]
 RUN_ON = TARGETS[3]
-"""The architecture that the kernels are claimed to run on: every variant is compiled for it."""
-REGISTERS = 65536
-"""Of a processor, on every architecture."""
+"""The architecture that the kernels are claimed to run on."""
 
 
 def variant(sizes, layout, state, **scalars):
@@ -33,29 +35,17 @@ def variant(sizes, layout, state, **scalars):
     return launch.variant_of(draw(CONTRACT, Case(sizes=sizes, **fields)), torch.bfloat16, 132)
 
 
-def share(operator, target):
-    """The variants that the suite compiles for an architecture.
-
-    All for the one they run on. Each variant for one of the others: all for all of them take too
-    long here, and are what `kda-ops build --arch all` compiles.
-    """
-    variants = parallel.launch_of(operator).matrix(overlap=target.can_overlap)
-    others = [other for other in TARGETS if other != RUN_ON]
-    return variants if target == RUN_ON else variants[others.index(target) :: len(others)]
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_architecture_compiles_and_nothing_spills(operator, target):
-    made = launch_all([parallel.Job(operator, v, target) for v in share(operator, target)])
-    assert made
-    for job, facts in made:
-        assert facts["local"] == 0, job
-        cut = job.variant.schedule
-        # sm_86 has room for 16 blocks whatever their size; asking for more bounds nothing.
-        threads = 32 * cut.warps * min(cut.min_blocks, 16)
-        assert facts["registers"] * threads <= REGISTERS, job
-        assert facts["dynamic"] is not None, job
+def test_linking_changes_nothing_of_what_a_kernel_takes(operator, tmp_path):
+    """So test_cute_matrix.py may judge kernels before they are linked."""
+    launching = parallel.launch_of(operator)
+    job = parallel.Job(operator, launching.matrix()[-1], RUN_ON)
+    compiled = backend.compile_variant(job.variant, RUN_ON, launching.trace, tmp_path)
+    (code,) = tmp_path.glob("*.cubin")
+    asked = resources.shared_memory_of_launch(str(compiled.ir_module))
+    found = replace(resources.read(code.read_bytes()), dynamic=asked)
+    ((_, facts),) = launch_all([job])
+    assert found.facts() == facts
 
 
 def launch_all(jobs):
