@@ -122,8 +122,15 @@ def is_view(node: Node) -> bool:
     """Whether a node only moves elements or casts them exactly."""
     if node.target in CASTS:
         return is_exact_cast(node)
-    known = node.target in RESHAPES | SAME | AXIS_MOVES | SPLITS
+    known = is_same(node) or node.target in RESHAPES | AXIS_MOVES | SPLITS
     return known or node.target is operator.getitem
+
+
+def is_same(node: Node) -> bool:
+    """Whether a node is its first operand: a copy, or a product with 1, as addcmul becomes one."""
+    if node.target in {aten.mul.Tensor, aten.mul.Scalar} and operands(node)[1] == 1:
+        return is_exact_cast(node)
+    return node.target in SAME
 
 
 def is_projection(node: Node) -> bool:

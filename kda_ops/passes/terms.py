@@ -18,10 +18,10 @@ from kda_ops.passes.affine import ZERO, Affine, Index, axis, constant, flatten, 
 from kda_ops.passes.nodes import (
     CASTS,
     RESHAPES,
-    SAME,
     SPLITS,
     constant_row,
     is_exact_cast,
+    is_same,
     operands,
 )
 
@@ -123,7 +123,7 @@ class Scope:
             return (source, self.broadcast(source, index)) if is_exact_cast(node, 1) else None
         if not isinstance(source, Node):
             return None
-        if target in SAME:
+        if is_same(node):
             return source, index
         if target in CASTS:
             return (source, index) if is_exact_cast(node) else None

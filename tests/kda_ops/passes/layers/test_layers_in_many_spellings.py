@@ -24,6 +24,10 @@ def test_a_layer_of_spellings_at_random_becomes_one_operator_on_cuda(layers, see
         check_layer(layers, seed, "cuda")
 
 
+def test_the_layers_are_120_different_ones_and_each_is_rewritten_above(layers):
+    assert len({repr(vars(layers.sampled(seed))) for seed in range(120)}) == 120
+
+
 def test_every_alternative_of_every_part_is_among_them(layers):
     drawn = [vars(layers.sampled(seed)) for seed in range(120)]
     for part, options in layers.PARTS.items():
