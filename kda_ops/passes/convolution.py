@@ -6,26 +6,24 @@ the recurrence (delta_rule.py), and laying the parts out as arguments (fused_arg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from kda_ops.passes.affine import Affine, Index, axis, constant
 from kda_ops.passes.algebra import Polynomial, State, Value, equal, has_state
-from kda_ops.passes.anchors import Anchor, anchor
-from kda_ops.passes.candidates import WRITES, flows, written
-from kda_ops.passes.core import Core, D, local, reads_of, row_count
+from kda_ops.passes.anchors import Anchor
+from kda_ops.passes.candidates import flows
+from kda_ops.passes.core import Core, D, reads_of, row_count
 from kda_ops.passes.delta_rule import HEAD
 from kda_ops.passes.expression import Reader
 from kda_ops.passes.functions import argument_of, silu
 from kda_ops.passes.masks import unmasked
-from kda_ops.passes.nodes import TAPS_AT_MOST, operands
-from kda_ops.passes.pools import SCATTERS, pool_root
+from kda_ops.passes.nodes import TAPS_AT_MOST
 from kda_ops.passes.reasons import Reason, RefusalError
-from kda_ops.passes.slots import ROW_READS, forms_of, regrouped
 from kda_ops.passes.terms import ROW, Term
+from kda_ops.passes.windows import Windows, windows_of
 
 aten = torch.ops.aten
 WIDTH = 4
@@ -48,13 +46,18 @@ class Part:
 class Convolution:
     """The convolution of one step.
 
-    ``mixed`` are q, k and v behind it, ``anchor`` is the pool of windows, whose order of dimensions
-    makes it [slots, channels, columns].
+    ``mixed`` are q, k and v behind it; the order of the windows' pool makes it [slots, channels,
+    columns].
     """
 
-    anchor: Anchor
+    windows: Windows
     mixed: tuple[Term, Term, Term]
     parts: tuple[Part, Part, Part]
+
+    @property
+    def anchor(self) -> Anchor:
+        """The pool that the operator works on."""
+        return self.windows.whole
 
 
 def read_convolution(core: Core, same: dict[Node, Node]) -> Convolution:
@@ -62,27 +65,39 @@ def read_convolution(core: Core, same: dict[Node, Node]) -> Convolution:
     query, key, value = core.output.query, core.update.key, core.update.value
     mixed = (Term(query.node, query.index), Term(key.node, key.index), value)
     sums = tuple(before_silu(core, part) for part in mixed)
-    found = replace(window_of(sums, same), order=(0, 1, 2))
-    if core.anchor.index is not found.index:
-        raise RefusalError(Reason.CONV_SLOTS, found.write)
-    if row_count(core.scope, found) != core.scope.sizes[ROW]:
-        raise RefusalError(Reason.CONV_SLOTS, found.write, "another number of rows")
-    found.mark_rows(core.scope)
-    reader = Reader(core.scope, reads_of(core.scope, found), flows(found.reads), state_rounds=True)
+    windows = windows_of(sums, same)
+    for piece in windows.pieces:
+        check_slots(core, piece.anchor)
+    reads = windows.whole.reads
+    reader = Reader(
+        core.scope,
+        reads_of(core.scope, reads, windows.read_index),
+        flows(reads),
+        state_rounds=True,
+    )
     terms = [reader.polynomial(part.node, part.index) for part in sums]
-    order, columns = order_of(found, terms)
-    found = replace(found, order=order)
+    order, columns = order_of(windows.whole, terms)
+    windows = windows.in_order(order)
     first, second, third = (
         part_of(reader, part, item, order, columns) for part, item in zip(sums, terms, strict=True)
     )
     parts = (first, second, third)
     check_channels(core, parts)
     for part, rounded in zip(parts, mixed, strict=True):
-        check_move(core, reader, found, part, columns)
+        check_move(core, reader, windows, part, columns)
         if rounded.node.meta["val"].dtype != part.x.node.meta["val"].dtype:
             fact = "the operator rounds q, k and v to the type of x"
             raise RefusalError(Reason.ROUNDING, rounded.node, fact)
-    return Convolution(found, mixed, parts)
+    return Convolution(windows, mixed, parts)
+
+
+def check_slots(core: Core, found: Anchor) -> None:
+    """Refuse windows in other slots than the state's; note what runs over the rows."""
+    if core.anchor.index is not found.index:
+        raise RefusalError(Reason.CONV_SLOTS, found.write)
+    if row_count(core.scope, found) != core.scope.sizes[ROW]:
+        raise RefusalError(Reason.CONV_SLOTS, found.write, "another number of rows")
+    found.mark_rows(core.scope)
 
 
 def check_channels(core: Core, parts: tuple[Part, ...]) -> None:
@@ -102,46 +117,6 @@ def before_silu(core: Core, part: Term) -> Term:
     if found is None:
         raise RefusalError(Reason.CONV_MISSING, part.node, f"{part.node.name} is no SiLU")
     return found
-
-
-def window_of(sums: tuple[Term, ...], same: dict[Node, Node]) -> Anchor:
-    """Find the one state that is read on the way to q, k and v and written in the graph."""
-    writes = {write for part in sums for write in writes_behind(part.node)}
-    if len(writes) != 1:
-        several = f"{len(writes)} windows where the operator takes one, with channels q, k, v"
-        fact = several if writes else "no window of history"
-        raise RefusalError(Reason.CONV_MISSING, sums[0].node, fact)
-    (write,) = writes
-    return anchor(write, same, check_window)
-
-
-def writes_behind(end: Node) -> Iterator[Node]:
-    """Yield the writes of states that a value is computed from."""
-    for node in local({end}):
-        for source in node.all_input_nodes:
-            pool = regrouped(operands(source)[0] if source.target in ROW_READS else source)
-            for form in forms_of(pool):
-                yield from (user for user in form.users if is_write(user, form))
-
-
-def is_write(user: Node, pool: Node) -> bool:
-    """Whether a node is where a pool gets its new rows, not the epilogue that stores them."""
-    if user.target not in WRITES or operands(user)[0] is not pool:
-        return False
-    value = written(user)
-    if not isinstance(value, Node) or value.target in WRITES:
-        return False
-    version: Node = value
-    while version.target in SCATTERS:
-        version = operands(version)[0]
-    return version is value or pool_root(version) is not pool
-
-
-def check_window(pool: Node) -> None:
-    """Refuse pools that are no windows of three to eight columns."""
-    shape = pool.meta["val"].shape
-    if len(shape) != 3 or not all(isinstance(size, int) for size in shape[1:]):
-        raise RefusalError(Reason.CONV_FORM, pool, f"the window is {tuple(shape)}")
 
 
 def order_of(found: Anchor, terms: list[Polynomial]) -> tuple[tuple[int, int, int], int]:
@@ -221,15 +196,16 @@ def next_tap(taps: dict[int, Value]) -> Value:
     return Value(third.node, index)
 
 
-def check_move(core: Core, reader: Reader, found: Anchor, part: Part, columns: int) -> None:
+def check_move(core: Core, reader: Reader, windows: Windows, part: Part, columns: int) -> None:
     """Refuse a window that does not move by one column with the token in the last."""
-    row = core.index[0]
+    row, found = core.index[0], windows.whole
 
     def at(column: int) -> Index:
         return found.from_memory((row, part.channel, constant(column)))
 
     for column in range(columns):
-        new, place, mask = unmasked(core.scope, found, at(column))
+        piece = windows.piece(core.scope, at(column))
+        new, place, mask = unmasked(core.scope, piece.anchor, piece.inside(at(column)))
         if mask != core.mask:
             raise RefusalError(Reason.CONV_SLOTS, found.write, "another mask of padding rows")
         moved = reader.polynomial(new, place)

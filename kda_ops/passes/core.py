@@ -138,19 +138,24 @@ def make_reader(scope: Scope, found: Anchor) -> Reader:
     dependents = flows(found.reads)
     return Reader(
         scope,
-        reads_of(scope, found),
+        reads_of(scope, found.reads, found.read_index, found.to_memory),
         dependents,
         stops=norm_bases(scope, local({*dependents, found.value}), dependents),
     )
 
 
-def reads_of(scope: Scope, found: Anchor) -> dict[Node, Callable[[Index], Index]]:
-    """Return the function from each read's index to that of the state as the operator knows it."""
+def reads_of(
+    scope: Scope,
+    reads: Iterable[Node],
+    place: Callable[[Scope, Node, Index], Index],
+    order: Callable[[Index], Index] = tuple,
+) -> dict[Node, Callable[[Index], Index]]:
+    """Return the function from each read's index to the pool's, in an order of its dimensions."""
 
     def mapped(read: Node) -> Callable[[Index], Index]:
-        return lambda index: found.to_memory(found.read_index(scope, read, index))
+        return lambda index: order(place(scope, read, index))
 
-    return {read: mapped(read) for read in found.reads}
+    return {read: mapped(read) for read in reads}
 
 
 def norm_bases(scope: Scope, nodes: Iterable[Node], dependents: set[Node]) -> set[Node]:

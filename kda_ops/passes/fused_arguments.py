@@ -7,6 +7,8 @@ here: what the recurrence's are (arguments.py).
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from kda_ops.passes.access import (
     by_channel,
     cast,
     check_dtypes,
+    common_dtype,
     packed,
     parameter,
     unit_stride,
@@ -39,12 +42,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Taps:
-    """Where the weights lie in a tensor: sizes in memory order, and their order there.
+    """Where the weights lie: in one tensor, or in one for each part.
 
-    ``order`` permutes the sizes to (part, tap, channel).
+    ``sizes`` are those of all in memory order; ``order`` permutes them to (part, tap, channel).
     """
 
-    node: Node
+    nodes: tuple[Node, ...]
     sizes: tuple[int, int, int]
     order: tuple[int, int, int]
 
@@ -56,7 +59,7 @@ class FusedArguments:
     core: Arguments
     x: tuple[Access, Access, Access]
     taps: Taps
-    conv_bias: Access | None
+    conv_bias: tuple[Access, ...]
     window: Node
     output_gate: Access
     norm_weight: Access | None
@@ -80,7 +83,7 @@ class FusedArguments:
     @property
     def places(self) -> tuple[Access | None, ...]:
         """Where every argument lies."""
-        mine = (*self.x, self.conv_bias, self.output_gate, self.norm_weight)
+        mine = (*self.x, *self.conv_bias, self.output_gate, self.norm_weight)
         return (*mine, *self.core.places[3:])
 
     @property
@@ -92,9 +95,10 @@ class FusedArguments:
     def leaves(self) -> dict[Node, str]:
         """Every node that an argument is made of, with the argument's name."""
         named: list[tuple[Node, str]] = [(part.node, "mixed_qkv") for part in self.x]
-        named += [(self.taps.node, "weight"), (self.window, "conv_state")]
+        named += [(node, "weight") for node in self.taps.nodes]
+        named += [(self.window, "conv_state")]
         named += [(self.output_gate.node, "raw_gate")]
-        named += [(item.node, "dt_bias") for item in (self.conv_bias, self.norm_weight) if item]
+        named += [(item.node, "dt_bias") for item in (*self.conv_bias, self.norm_weight) if item]
         parts = {part.node for part in self.core.parts}
         inner = {n: role for n, role in self.core.leaves.items() if n not in parts}
         return {**inner, **dict(reversed(named))}
@@ -104,8 +108,10 @@ class FusedArguments:
         dtype, width = self.activation, self.heads * D
         gate = unit_stride(emit, cast(emit, by_channel(emit, self.output_gate, self.heads), dtype))
         bias = None
-        if self.conv_bias is not None:
-            bias = cast(emit, parameter(emit, self.conv_bias, 3 * width), torch.float32)
+        if self.conv_bias:
+            length = 3 * width // len(self.conv_bias)
+            bias = joined(emit, [parameter(emit, b, length) for b in self.conv_bias])
+            bias = cast(emit, bias, torch.float32)
         return {
             "x": unit_stride(emit, packed(emit, self.x, self.heads)),
             "weight": self._weight(emit),
@@ -118,7 +124,10 @@ class FusedArguments:
 
     def _weight(self, emit: Emitter) -> Any:
         """Emit [3, 4, heads * D] in one of the two layouts that the operator reads."""
-        weight = emit.call(aten.reshape.default, emit.input(self.taps.node), list(self.taps.sizes))
+        given = [emit.input(node) for node in self.taps.nodes]
+        if len(given) > 1:
+            given = [emit.call(aten.reshape.default, part, [-1]) for part in given]
+        weight = emit.call(aten.reshape.default, joined(emit, given), list(self.taps.sizes))
         if self.taps.order != (0, 1, 2):
             weight = emit.call(aten.permute.default, weight, list(self.taps.order))
         if self.taps.order not in {(0, 1, 2), (0, 2, 1)}:
@@ -135,17 +144,32 @@ class FusedArguments:
 
     def described(self) -> dict[str, str]:
         """Return the arguments for people."""
-        q, k, v = (part.node.name for part in self.x)
+        x = dict.fromkeys(part.node for part in self.x)
+        bias = [item.node for item in self.conv_bias]
         return {
-            "x": q if q == k == v else f"cat({q}, {k}, {v})",
-            "weight": self.taps.node.name,
+            "x": named_together(tuple(x) if len(x) == 1 else [part.node for part in self.x]),
+            "weight": named_together(self.taps.nodes),
             "conv_state": self.window.name,
             **self.core.described_gates(),
             "output_gate": self.output_gate.node.name,
             "norm_weight": self.norm_weight.node.name if self.norm_weight else "ones",
             "norm_eps": f"{self.norm_eps:g}",
-            "conv_bias": self.conv_bias.node.name if self.conv_bias else "None",
+            "conv_bias": named_together(bias) if bias else "None",
         }
+
+
+def named_together(nodes: Sequence[Node]) -> str:
+    """Return what is said of one node, or of several that are put together."""
+    names = [node.name for node in nodes]
+    return names[0] if len(names) == 1 else f"cat({', '.join(names)})"
+
+
+def joined(emit: Emitter, items: list[Any]) -> Any:
+    """Return one item, or several one behind the other in their common type."""
+    if len(items) == 1:
+        return items[0]
+    dtype = common_dtype([emit.value(item).dtype for item in items])
+    return emit.call(aten.cat.default, [cast(emit, item, dtype) for item in items], 0)
 
 
 def lay_out_fused(
@@ -160,8 +184,8 @@ def lay_out_fused(
     weight, located = norm.weight, None
     if weight is not None:
         located = access(scope, weight, update.value_axis, rows=False, per_head=False)
-    if convolution.anchor.first_slot is not None:
-        arguments = replace(arguments, first_slot=convolution.anchor.first_slot)
+    if convolution.windows.first_slot is not None:
+        arguments = replace(arguments, first_slot=convolution.windows.first_slot)
     return FusedArguments(
         core=arguments,
         x=(x[0], x[1], x[2]),
@@ -175,45 +199,54 @@ def lay_out_fused(
 
 
 def taps_of(scope: Scope, convolution: Convolution, along: tuple[str, ...]) -> Taps:
-    """Find the weights of all parts in one tensor, densely in some order."""
-    node, heads = convolution.parts[0].taps[0].node, scope.sizes[HEAD]
-    starts = []
+    """Find the weights of all parts, densely in one tensor or in one for each part."""
+    heads = scope.sizes[HEAD]
+    nodes, starts = [], []
     for part, name in zip(convolution.parts, along, strict=True):
         found = [flatten(tap.index, scope.shape(tap.node)) for tap in part.taps]
-        same = all(tap.node is node for tap in part.taps)
         steps = {b.constant - a.constant for a, b in itertools.pairwise(found)}
         channels = {Affine(0, position.terms) for position in found}
-        if not same or len(steps) != 1 or len(channels) != 1:
+        if len({tap.node for tap in part.taps}) != 1 or len(steps) != 1 or len(channels) != 1:
             raise RefusalError(Reason.CONV_FORM, part.taps[0].node, "the weights lie apart")
         (position,) = channels
         stride = position.coefficient(name)
         if heads > 1 and position.coefficient(HEAD) != D * stride:
             raise RefusalError(Reason.CONV_FORM, part.taps[0].node, "heads of the weights")
+        nodes.append(part.taps[0].node)
         starts.append((found[0].constant, steps.pop(), stride))
     (first, tap, channel), (second, *_), (third, *_) = starts
-    if first or third - second != second or {item[1:] for item in starts} != {(tap, channel)}:
-        raise RefusalError(Reason.CONV_FORM, node, "the weights of q, k and v lie apart")
-    strides, sizes = (second, tap, channel), (3, WIDTH, heads * D)
+    apart = len(set(nodes)) == len(nodes)
+    places = [first, second, third] if apart else [first, third - 2 * second, 0]
+    if any(places) or {item[1:] for item in starts} != {(tap, channel)} or len(set(nodes)) == 2:
+        raise RefusalError(Reason.CONV_FORM, nodes[0], "the weights of q, k and v lie apart")
+    sizes = (3, WIDTH, heads * D)
+    strides = (WIDTH * heads * D if apart else second, tap, channel)
+    kept = tuple(nodes) if apart else tuple(nodes[:1])
+    return dense_taps(scope, kept, sizes, strides)
+
+
+def dense_taps(
+    scope: Scope, nodes: tuple[Node, ...], sizes: tuple[int, int, int], strides: tuple[int, ...]
+) -> Taps:
+    """Bring strides of (part, tap, channel) into memory order; refuse gaps between elements."""
     memory = sorted(range(3), key=lambda d: -strides[d])
     expected, dense = {}, 1
     for dim in reversed(memory):
         expected[dim] = dense
         dense *= sizes[dim]
-    total = 1
-    for size in scope.shape(node):
-        total *= size
+    total = sum(math.prod(scope.shape(node)) for node in nodes)
     if dense != total or any(strides[d] != expected[d] for d in range(3)):
-        raise RefusalError(Reason.CONV_FORM, node, "the weights are not dense")
+        raise RefusalError(Reason.CONV_FORM, nodes[0], "the weights are not dense")
     a, b, c = memory
     order = (memory.index(0), memory.index(1), memory.index(2))
-    return Taps(node, (sizes[a], sizes[b], sizes[c]), order)
+    return Taps(nodes, (sizes[a], sizes[b], sizes[c]), order)
 
 
-def bias_of(scope: Scope, convolution: Convolution, along: tuple[str, ...]) -> Access | None:
-    """Find the bias of all parts in one tensor [channels]."""
+def bias_of(scope: Scope, convolution: Convolution, along: tuple[str, ...]) -> tuple[Access, ...]:
+    """Find the bias of all parts in one tensor [channels], or in one [channels / 3] for each."""
     terms = [part.bias for part in convolution.parts]
     if all(term is None for term in terms):
-        return None
+        return ()
     found = [
         access(scope, term, name, rows=False)
         for term, name in zip(terms, along, strict=True)
@@ -221,7 +254,9 @@ def bias_of(scope: Scope, convolution: Convolution, along: tuple[str, ...]) -> A
     ]
     width = scope.sizes[HEAD] * D
     apart = [item.offset - found[0].offset for item in found]
-    dense = all(item.node is found[0].node and item.head_stride == D for item in found)
-    if not dense or apart != [0, width, 2 * width]:
+    tidy = all(item.head_stride == D for item in found)
+    one = all(item.node is found[0].node for item in found) and apart == [0, width, 2 * width]
+    each = len({item.node for item in found}) == 3
+    if not tidy or not (one or each):
         raise RefusalError(Reason.CONV_FORM, found[0].node, "the bias of q, k and v lies apart")
-    return found[0]
+    return tuple(found) if each else (found[0],)

@@ -65,7 +65,7 @@ class Reason(Enum):
         "mark only the batch dynamic: torch._dynamo.mark_dynamic(x, 0) instead of dynamic=True",
     )
     ACCUMULATES = Explanation(
-        "the pool is written with accumulate=True or a reduction, which keeps part of the old state",
+        "rows of the pool are added to or reduced into (accumulate=True), not replaced",
         "assign the new state: pool[slots] = state",
     )
     INDEX_FORM = Explanation(
