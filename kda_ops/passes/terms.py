@@ -141,6 +141,11 @@ class Scope:
         arguments = operands(node)[1:]
         if target is aten.expand.default:
             return self.broadcast(source, index)
+        if target is aten.repeat.default:
+            last = slice(len(index) - rank, None)
+            sizes = zip(shape, arguments[0][last], strict=True)
+            plain = all(size == 1 or count == 1 for size, count in sizes)
+            return self.broadcast(source, index) if plain else None
         if target is aten.permute.default:
             order = [d % rank for d in arguments[0]]
             return tuple(index[order.index(d)] for d in range(rank))

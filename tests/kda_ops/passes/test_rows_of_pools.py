@@ -33,6 +33,11 @@ def read_flat_gather(pool, slots):
     return torch.gather(flat(pool), 0, index).unflatten(1, pool.shape[1:])
 
 
+def read_repeated(pool, slots):
+    index = inside(pool, slots).view(-1, 1, 1, 1).repeat(1, *pool.shape[1:])
+    return pool.gather(0, index)
+
+
 def read_flat(pool, slots):
     return flat(pool)[inside(pool, slots)].view(-1, *pool.shape[1:])
 
@@ -80,7 +85,7 @@ def write_plain(pool, slots, state):
 
 
 ANY = (read_plain, read_flat, read_flat_select, read_lines, read_cast)
-WHOLE = (read_lookup, read_gather, read_flat_gather)
+WHOLE = (read_lookup, read_gather, read_flat_gather, read_repeated)
 INDEXED = (write_plain, write_flat, write_flat_copy, write_lines)
 SCATTERED = (write_scatter, write_flat_scatter)
 PAIRS = [
@@ -121,6 +126,12 @@ def transposed(pool, slots, state):
     pool.scatter_(0, index, state)
 
 
+def repeated_by_row(pool, slots, state):
+    """Rows take turns: the index of two rows is repeated for the batch."""
+    index = inside(pool, slots)[:2].view(-1, 1, 1, 1).repeat(2, *pool.shape[1:])
+    pool.scatter_(0, index, state)
+
+
 def by_head(pool, slots, state):
     index = (inside(pool, slots)[:, None] + torch.arange(state.shape[1])) % pool.shape[0]
     pool.scatter_(0, index[..., None, None].expand(state.shape), state)
@@ -155,7 +166,8 @@ def rotated(pool, slots, state):
 NEAR_MISSES = [
     (partly, "INDEX_FORM", "only a part of each row"),
     (transposed, "INDEX_FORM", "not one slot for all elements of a row"),
-    (by_head, "INDEX_FORM", ""),
+    (repeated_by_row, "INDEX_FORM", "not one slot for all elements of a row"),
+    (by_head, "INDEX_FORM", "not one slot for all elements of a row"),
     (in_heads, "INDEX_FORM", "along dimension 1"),
     (by_reduction, "ACCUMULATES", ""),
     (by_sum, "ACCUMULATES", ""),
