@@ -12,14 +12,7 @@ def test_the_near_misses_are_63(near_misses):
     assert len(near_misses) == 63
 
 
-@pytest.fixture(scope="module")
-def round_trips_survive(step):
-    """Whether a cast to bfloat16 and back reaches the pass; torch 2.11 removes it before."""
-    captured = step.capture(lambda x: x.to(torch.bfloat16).float() * 2, torch.ones(4))
-    return sum("convert_element_type" in target for target in captured.targets) == 2
-
-
-def test_a_near_miss_is_refused_with_its_reason(step, near_miss, round_trips_survive):
+def test_a_near_miss_is_refused_with_its_reason(step, near_miss):
     name, reason, changes = near_miss
     spelling = step.Spelling(**changes)
     layer = step.StepLayer(spelling)
@@ -32,12 +25,9 @@ def test_a_near_miss_is_refused_with_its_reason(step, near_miss, round_trips_sur
     tolerance = 2**-6 if reason == "ROUNDING" else step.ROUNDING[torch.bfloat16]
     step.compare(captured.output, expected, tolerance)
     step.compare(layer.pool, eager.pool, tolerance)
-    if name == "rounded_between" and not round_trips_survive:
-        # What is left is the plain step, and fusing it computes what torch alone would compute.
-        assert captured.matches == 1
-        return
     assert captured.reasons == [reason]
-    assert captured.after == captured.before
+    # Torch 2.11 removes this round trip before the pass: it is put back, seen, and removed again.
+    assert captured.after == captured.before or name == "rounded_between"
     # It was the matcher that saw it, and not the certificate.
     assert counters["kda"] == {"graphs": 1, "candidates": 1, "refusals": 1, f"refused {reason}": 1}
 
