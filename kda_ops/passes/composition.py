@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.utils import dynamo_timed
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
@@ -43,7 +44,8 @@ class ComposedPass(_Told):
                 earlier(graph, is_inference)
             else:
                 earlier(graph)
-        self.run(graph)
+        with dynamo_timed("kda_ops.passes"):  # seconds in torch._dynamo.utils.compile_times()
+            self.run(graph)
 
     @abstractmethod
     def run(self, graph: Graph) -> None:

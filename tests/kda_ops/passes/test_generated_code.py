@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import compilation_time_metrics, counters
 from torch._inductor.utils import run_and_get_code
 
 import kda_ops
@@ -33,13 +33,14 @@ class Stack(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def compiled(step):
-    """Three layers compiled with backend="kda": results, pools, code and counters."""
+    """Four layers compiled with backend="kda": results, pools, code and counters."""
     spelling = step.Spelling()
-    eager = Stack(step, 3, spelling)
+    eager = Stack(step, 4, spelling)
     model = copy.deepcopy(eager)
     x = step.inputs(spelling)
     torch._dynamo.reset()
     counters.clear()
+    compilation_time_metrics.clear()
     with torch.no_grad(), torch._inductor.config.patch(fx_graph_cache=False):
         expected = eager(*x)
         found, code = run_and_get_code(torch.compile(model, backend="kda"), *x)
@@ -48,13 +49,19 @@ def compiled(step):
         "pools": [(m.pool, e.pool) for m, e in zip(model.layers, eager.layers, strict=True)],
         "code": "\n".join(code),
         "counters": dict(counters["kda"]),
+        "seconds": {name: sum(spent) for name, spent in compilation_time_metrics.items()},
     }
 
 
-def test_three_layers_are_three_matches(compiled):
-    assert compiled["counters"]["matches"] == 3
-    assert compiled["counters"]["matched kda::packed_decode"] == 3
+def test_four_layers_are_four_matches(compiled):
+    assert compiled["counters"]["matches"] == 4
+    assert compiled["counters"]["matched kda::packed_decode"] == 4
     assert "refusals" not in compiled["counters"]
+
+
+def test_the_pass_takes_at_most_a_twentieth_of_compiling_four_layers(compiled):
+    seconds = compiled["seconds"]
+    assert 0 < seconds["kda_ops.passes"] <= 0.05 * seconds["_compile.compile_inner"]
 
 
 def test_compiled_layers_agree_with_eager_ones(compiled, step):
@@ -66,9 +73,9 @@ def test_compiled_layers_agree_with_eager_ones(compiled, step):
 
 def test_each_step_is_one_call_on_the_pools_own_pointer(compiled):
     calls = [line for line in compiled["code"].splitlines() if CALL in line]
-    assert len(calls) == 3
+    assert len(calls) == 4
     pools = [re.search(r"default\((.*)\)", call).group(1).split(", ")[5] for call in calls]
-    assert len(set(pools)) == 3
+    assert len(set(pools)) == 4
     assert all(re.fullmatch(r"arg\d+_1", pool) for pool in pools)
 
 
