@@ -1,5 +1,6 @@
 """Rows of a pool by look-ups, gathers and scatters, and pools whose rows are vectors."""
 
+import copy
 import itertools
 
 import pytest
@@ -112,6 +113,25 @@ def test_whole_rows_are_rewritten_and_negative_slots_go_as_the_code_has_them(ste
 def test_batches_of_one_row_and_of_any_number(step, rows, dynamic):
     spelling = step.Spelling(read=read_lookup, write=write_flat_scatter, pool=torch.bfloat16)
     assert step.check_step(spelling, rows=rows, dynamic=dynamic).matches == 1
+
+
+@pytest.mark.parametrize(
+    ("read", "write"), [(read_lookup, write_flat_scatter), (read_flat, write_flat)]
+)
+def test_steps_that_follow_each_other_in_one_graph_are_rewritten_each(step, read, write):
+    class Twice(step.StepLayer):
+        def forward(self, *given):
+            return super().forward(*given) + super().forward(*given)
+
+    spelling = step.Spelling(read=read, write=write)
+    layer, given = Twice(spelling), step.inputs(spelling)
+    eager = copy.deepcopy(layer)
+    with torch.no_grad():
+        expected = eager(*given)
+    captured = step.capture(layer, *given)
+    assert captured.matches == 2
+    step.compare(captured.output, expected, step.ROUNDING[torch.bfloat16])
+    step.compare(layer.pool, eager.pool, step.ROUNDING[torch.float32])
 
 
 def partly(pool, slots, state):
