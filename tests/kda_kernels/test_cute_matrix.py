@@ -41,10 +41,10 @@ REGISTERS = 65536
 def jobs(operator):
     """Every default variant of an operator for every target, a variant's targets together."""
     matrix = parallel.launch_of(operator).matrix
-    for number, pair in enumerate(zip(matrix(overlap=False), matrix(overlap=True), strict=True)):
-        for target in TARGETS:
-            job = parallel.Job(operator, pair[target.can_overlap], target)
-            yield pytest.param(job, id=f"{operator}-{number}-{target.arch}")
+    every = [(n, v, t) for t in TARGETS for n, v in enumerate(matrix(overlap=t.can_overlap))]
+    for number, variant, target in sorted(every, key=lambda job: (job[0], job[2].can_overlap)):
+        job = parallel.Job(operator, variant, target)
+        yield pytest.param(job, id=f"{operator}-{number}-{target.arch}")
 
 
 def everything():
