@@ -102,12 +102,15 @@ class Lives(RuleBasedStateMachine):
         self.cache.rollback(snapshot, [self.slot_of[name] for name in alive])
         self.alone |= {name: _copied(contents) for name, contents in alive.items()}
 
-    @rule(name=sequences)
+    @rule(target=sequences, name=consumes(sequences))
     def move_there_and_back(self, name):
+        """The same contents under a new name: earlier snapshots are of a slot that was released."""
         other = StateCache(StateSpec(2, 1, state_dtype=self.spec.state_dtype), 3)
-        slots = self.cache.move([self.slot_of[name]], other)
-        assert self.slot_of[name] not in self.cache.live
-        [self.slot_of[name]] = other.move(slots, self.cache)
+        slot = self.slot_of.pop(name)
+        slots = self.cache.move([slot], other)
+        assert slot not in self.cache.live
+        [slot] = other.move(slots, self.cache)
+        return self._named(slot, self.alone.pop(name))
 
     @rule(data=st.data(), padding=st.integers(0, 2), seed=st.integers(0, 10**6))
     def step(self, data, padding, seed):
