@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from kda_kernels.contract.spec import HEAD_DIM as D
 from kda_ops.passes.affine import Index
 from kda_ops.passes.anchors import Anchor
-from kda_ops.passes.candidates import flows
+from kda_ops.passes.candidates import flows, written
 from kda_ops.passes.delta_rule import (
     HEAD,
     Output,
@@ -262,3 +263,14 @@ def belongs(node: Node) -> bool:
     if is_view(node) or is_pointwise(node) or node.target in SUMS | PUTS:
         return True
     return node.target in CONTRACTIONS and not is_projection(node)
+
+
+def undecided(write: Node) -> RefusalError | None:
+    """Return the reason why a step cannot be read: a size that is a symbol of no rows or slots."""
+    pool, value = operands(write)[0], written(write)
+    known = free_symbols([*pool.meta["val"].shape[:1], *value.meta["val"].shape[:1]])
+    for node in sorted(local([value])):
+        seen_as = node.meta.get("val")
+        if isinstance(seen_as, torch.Tensor) and free_symbols(seen_as.shape) - known:
+            return RefusalError(Reason.DYNAMIC_SHAPE, node, f"shape {tuple(seen_as.shape)}")
+    return None

@@ -22,7 +22,7 @@ from kda_ops.passes.candidates import candidates
 from kda_ops.passes.certificate import certify
 from kda_ops.passes.composition import ComposedPass
 from kda_ops.passes.convolution import read_convolution
-from kda_ops.passes.core import Core, read_core
+from kda_ops.passes.core import Core, read_core, undecided
 from kda_ops.passes.findings import Finding, Left, log, report, shape_of, source_line
 from kda_ops.passes.gated_norm import read_norm
 from kda_ops.passes.nodes import repeats
@@ -148,7 +148,8 @@ def try_step(
             step = careful(write, lambda: packed_step(core))
             found = careful(write, lambda: ship(step))
         return replace(found, left=tuple(left))
-    except RefusalError as error:
+    except RefusalError as refusal:
+        error = undecided(write) or refusal
         node = error.node or write
         return replace(
             base,

@@ -61,7 +61,7 @@ class Reason(Enum):
         "the head width is not 128", "the kernels serve head width 128 for keys and values"
     )
     DYNAMIC_SHAPE = Explanation(
-        "the number of heads or the head width is symbolic",
+        "the number of heads, the head width or the width of a row is symbolic",
         "mark only the batch dynamic: torch._dynamo.mark_dynamic(x, 0) instead of dynamic=True",
     )
     ACCUMULATES = Explanation(
