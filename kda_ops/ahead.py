@@ -22,7 +22,7 @@ from kda_kernels._cute.target import TARGETS, Target
 from kda_kernels.artifacts import Artifact
 from kda_kernels.contract.example import blank
 from kda_kernels.errors import UnsupportedError
-from kda_kernels.plan import cuda_kernel, cuda_launch
+from kda_kernels.plan import cuda_kernel
 from kda_ops.calls import Call
 
 
@@ -43,13 +43,13 @@ def jobs_of(calls: Iterable[Call], target: Target, processors: int) -> dict[Job,
     """Return the variants that serve calls, each with one of its calls.
 
     Raises:
-        UnsupportedError: an operator has no CUDA kernel.
+        UnsupportedError: no CUDA kernel serves a call.
     """
     found: dict[tuple[str, str], tuple[Job, Call]] = {}
     for call in calls:
         if not call.facts.dims[call.operator.rows]:
             continue
-        launch = cuda_launch(call.operator, target.arch)
+        launch = parallel.launch_of(call.operator.name)
         dtype, overlap = call.facts.output_dtype, target.can_overlap
         variant = launch.variant_of(call.values, dtype, processors, overlap=overlap)
         job = Job(call.operator.name, variant, target)

@@ -15,11 +15,11 @@ from typing import Any
 
 from kda_kernels._cute import compile as backend
 from kda_kernels._cute import runtime
-from kda_kernels._cute.parallel import Job
+from kda_kernels._cute.parallel import Job, launch_of
 from kda_kernels._cute.target import TARGETS, Target
 from kda_kernels.artifacts import Facts
 from kda_kernels.errors import UnsupportedError
-from kda_kernels.plan import CONTRACTS, cuda_launch, has_cuda_kernel
+from kda_kernels.plan import CONTRACTS
 from kda_ops.ahead import compile_jobs, pack, target_named
 
 
@@ -65,12 +65,11 @@ def targets_named(names: str) -> list[Target]:
 
 
 def matrix(target: Target) -> list[Job]:
-    """Return the default variants of every operator that has a GPU kernel."""
+    """Return the default variants of every operator."""
     return [
         Job(contract.name, variant, target)
         for contract in CONTRACTS
-        if has_cuda_kernel(contract.name)
-        for variant in cuda_launch(contract, target.arch).matrix(overlap=target.can_overlap)
+        for variant in launch_of(contract.name).matrix(overlap=target.can_overlap)
     ]
 
 

@@ -94,6 +94,8 @@ def described(
     found = []
     for h, r in itertools.product(_numbers(heads), _numbers(rows)):
         dims = {**chosen, operator.rows: r, "H": h, "S": max(r, 1)}
+        if "N" in operator.dims:
+            dims["N"] = -(-r // chosen.get("T", 1))
         found.append(_call(operator, example(operator, dims, kinds, given), None))
     return found
 

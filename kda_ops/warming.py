@@ -92,8 +92,9 @@ def warmup(
         options: of a described call: ``activation_dtype``, ``state_dtype``, ``parameter_dtype``,
             ``weight_dtype``, ``index_dtype`` (None: no indices), ``conv_layout`` (``"SD"``,
             ``"DS"``), ``weight_layout`` (``"tap-major"``, ``"channel-major"``), ``conv_bias``
-            (bool), ``columns`` of a window, and every scalar of the operator, such as
-            ``state_layout``, ``lower_bound``, ``first_slot`` and ``output_dtype``.
+            (bool), ``columns`` of a window, ``tokens`` a sequence (of which ``rows`` are filled),
+            and every scalar of the operator, such as ``state_layout``, ``lower_bound``,
+            ``first_slot`` and ``output_dtype``.
 
     Returns:
         The kernels that are ready now, each once.

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Hashable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -191,43 +189,23 @@ def cuda_kernel(operator: Operator, values: dict[str, Any], facts: Facts) -> Ker
         facts: what the validator found.
 
     Raises:
-        UnsupportedError: the operator has no CUDA kernel, the device is none that kernels are
+        UnsupportedError: no CUDA kernel serves the call, the device is none that kernels are
             compiled for, CuTe DSL is missing or broken, or a first use falls into stream capture.
     """
     name, first = operator.name, operator.tensors[0].name
-    launch = cuda_launch(operator, str(facts.device))
     from kda_kernels._cute import compile as backend  # noqa: PLC0415 - imported on a miss
+    from kda_kernels._cute.parallel import launch_of  # noqa: PLC0415
 
     target = backend.target_for(name, first, facts.device)
     backend.require(name, first, facts.device)
     processors = torch.cuda.get_device_properties(facts.device).multi_processor_count
+    launch = launch_of(name)
     variant = launch.variant_of(values, facts.output_dtype, processors, overlap=target.can_overlap)
     # The stream that may be being captured is the one of the call's device.
     with torch.cuda.device(facts.device):
         function = backend.load(name, variant, target, launch.trace, launch.SOURCES)
     kernel: Kernel = launch.adapter(function, values)
     return kernel
-
-
-def has_cuda_kernel(name: str) -> bool:
-    """Tell whether an operator has a CUDA kernel in this version; imports nothing."""
-    return importlib.util.find_spec(f"kda_kernels.{name}.cute") is not None
-
-
-def cuda_launch(operator: Operator, where: str) -> ModuleType:
-    """Return an operator's launch module.
-
-    Args:
-        operator: the contract.
-        where: the device or architecture, for the error.
-
-    Raises:
-        UnsupportedError: the operator has no CUDA kernel.
-    """
-    if not has_cuda_kernel(operator.name):
-        rule = "on cpu (this version has no CUDA kernel for this operator)"
-        raise UnsupportedError(operator.name, operator.tensors[0].name, rule, where)
-    return importlib.import_module(f"kda_kernels.{operator.name}.launch")
 
 
 def reference(name: str) -> Kernel:

@@ -162,13 +162,16 @@ def test_empty_calls_launch_nothing_and_what_follows_works():
     assert bool((torch.ones(4, device="cuda") + 1 == 2).all())
 
 
-def test_operators_without_a_cuda_kernel_say_so():
+def test_more_tokens_a_sequence_than_there_is_room_for_are_refused_with_the_limit():
     contract = plan.launcher("packed_fused_decode").operator
-    values = on("cuda", draw(contract, Case(sizes={"R": 2, "N": 1, "T": 2, "H": 1, "S": 4})))
+    sizes = {"R": 17, "N": 1, "T": 17, "H": 1, "S": 20}
+    values = on("cuda", draw(contract, Case(sizes=sizes)))
+    before = values["state"].clone()
     arguments = [values[a.name] for a in contract.arguments if not a.keyword]
     keywords = {a.name: values[a.name] for a in contract.arguments if a.keyword}
-    with pytest.raises(UnsupportedError, match="no CUDA kernel for this operator"):
+    with pytest.raises(UnsupportedError, match="T of at most 16 tokens on cuda, got T = 17"):
         torch.ops.kda.packed_fused_decode(*arguments, **keywords)
+    assert_same_bits(values["state"], before, "state")
 
 
 def test_the_public_function_and_a_compiled_call_equal_the_operator_bitwise():

@@ -9,7 +9,7 @@ import torch
 
 from kda_kernels.contract.spec import Role
 from kda_kernels.errors import ContractError, UnsupportedError
-from kda_kernels.plan import CONTRACTS, has_cuda_kernel
+from kda_kernels.plan import CONTRACTS
 from kda_kernels.testing.cases import Case, draw
 from kda_kernels.testing.compare import assert_same_bits
 from kda_kernels.testing.device import assert_right_on, moved, on
@@ -23,7 +23,6 @@ SOME_WORK, MUCH_WORK = 100_000_000, 3_000_000_000  # clock cycles that a stream 
 CASES = [
     pytest.param((contract, tokens), id=f"{contract.name}-{tokens}")
     for contract in CONTRACTS
-    if has_cuda_kernel(contract.name)
     for tokens in ((1, 2) if "T" in contract.dims else (1,))
 ]
 

@@ -214,9 +214,9 @@ def test_a_blank_call_writes_zeros_to_its_output_and_nothing_else():
         ),
         (
             ("packed_fused_decode",),
-            {"heads": 1, "rows": 1, **ON_H200},
+            {"heads": 1, "rows": 17, "tokens": 17, **ON_H200},
             UnsupportedError,
-            "no CUDA kernel for this operator",
+            "T of at most 16 tokens on cuda, got T = 17",
         ),
     ],
 )

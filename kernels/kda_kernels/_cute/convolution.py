@@ -19,6 +19,8 @@ from kda_kernels._cute.call import VECTOR_BYTES
 
 CHANNELS = 4
 """Channels of a lane."""
+HISTORY = 3
+"""Columns that a token's sum reads beside the token itself."""
 SLOT_BYTES = 8
 """At whose multiples every slot of a window starts, and no more than that."""
 
@@ -69,21 +71,65 @@ def write_window(
     token: cute.Tensor,
 ) -> None:
     """Write a lane's window moved by one column, the token last."""
-    width, last = base.dtype.width // 8, form.columns - 1
+    last = form.columns - 1
     if form.by_channel:
-        count = CHANNELS * form.columns
-        flat = cute.make_rmem_tensor((count,), base.dtype)
+        moved = cute.make_rmem_tensor(window.layout, base.dtype)
         for c in range(CHANNELS):
             for j in range(form.columns):
-                flat[c * form.columns + j] = window[c, j + 1] if j < last else token[c]
-        place = device.vector(base, Int64(channel) * form.columns, count, SLOT_BYTES)
-        cute.autovec_copy(flat, place)
+                moved[c, j] = window[c, j + 1] if j < last else token[c]
+        write_whole(base, channel, form, moved)
         return
-    step = min(SLOT_BYTES, CHANNELS * width)
     for j in range(form.columns):
-        at = Int64(j) * channels + channel
         source = window[None, j + 1] if j < last else token
-        cute.autovec_copy(source, device.vector(base, at, CHANNELS, step))
+        write_column(base, channel, channels, j, form, source)
+
+
+def write_whole(base: cute.Pointer, channel: Int32, form: Form, window: cute.Tensor) -> None:
+    """Write all columns of a lane's window in layout DS."""
+    count = CHANNELS * form.columns
+    flat = cute.make_rmem_tensor((count,), base.dtype)
+    for c in range(CHANNELS):
+        for j in range(form.columns):
+            flat[c * form.columns + j] = window[c, j]
+    place = device.vector(base, Int64(channel) * form.columns, count, SLOT_BYTES)
+    cute.autovec_copy(flat, place)
+
+
+def write_column(
+    base: cute.Pointer,
+    channel: Int32,
+    channels: Int32,
+    column: int | Int32,
+    form: Form,
+    values: cute.Tensor,
+) -> None:
+    """Write one column of a lane's window: a vector in layout SD, one by one in DS."""
+    if form.by_channel:
+        for c in range(CHANNELS):
+            at = Int64(channel + c) * form.columns + column
+            cute.make_tensor(base + at, cute.make_layout(1))[0] = values[c]
+        return
+    step = min(SLOT_BYTES, CHANNELS * base.dtype.width // 8)
+    at = Int64(column) * channels + channel
+    cute.autovec_copy(values, device.vector(base, at, CHANNELS, step))
+
+
+def read_columns(
+    base: cute.Pointer,
+    channel: Int32,
+    channels: Int32,
+    first: Int32,
+    form: Form,
+    columns: cute.Tensor,
+) -> None:
+    """Read the three columns from ``first`` on of a lane's window in layout SD.
+
+    They go to the front of ``columns`` (channel, column).
+    """
+    step = min(SLOT_BYTES, CHANNELS * base.dtype.width // 8)
+    for j in range(HISTORY):
+        at = Int64(first + j) * channels + channel
+        cute.autovec_copy(device.vector(base, at, CHANNELS, step), columns[None, j])
 
 
 def read_token(base: cute.Pointer, offset: Int64, form: Form, token: cute.Tensor) -> None:
@@ -129,28 +175,22 @@ def read_taps(
 
 
 def silu_of_sum(
-    taps: cute.Tensor,
-    bias: cute.Tensor | None,
-    window: cute.Tensor,
-    token: cute.Tensor,
-    form: Form,
+    taps: cute.Tensor, bias: cute.Tensor | None, history: cute.Tensor, token: cute.Tensor
 ) -> cute.Tensor:
     """Return silu of the convolution's sum, rounded to the token's type, as float32.
 
     Args:
         taps: (tap, channel); tap 3 multiplies the token.
         bias: (channel), or None.
-        window: the lane's columns; the last three are the history.
+        history: (channel, column) of the three columns before the token.
         token: the lane's channels of the row.
-        form: how many columns a window has.
     """
     mixed = cute.make_rmem_tensor((CHANNELS,), Float32)
     for c in range(CHANNELS):
         total = Float32(0.0) if bias is None else bias[c]
-        for tap in range(3):
-            column = Float32(window[c, form.columns - 3 + tap])
+        for tap in range(HISTORY):
             # Fused by name: which sums the compiler fuses may change with how inputs are read.
-            total = cute.math.fma(Float32(taps[tap, c]), column, total)
-        total = cute.math.fma(Float32(taps[3, c]), Float32(token[c]), total)
+            total = cute.math.fma(Float32(taps[tap, c]), Float32(history[c, tap]), total)
+        total = cute.math.fma(Float32(taps[HISTORY, c]), Float32(token[c]), total)
         mixed[c] = Float32(token.element_type(total * device.sigmoid(total)))
     return mixed

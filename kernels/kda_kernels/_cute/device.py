@@ -43,8 +43,18 @@ def slot_and_liveness(
     """
     if state_indices is None:
         return Int64(row), Int64(row) < slots
-    index = Int64(raw(state_indices.iterator, Int64(row) * state_indices.stride[0]))
-    slot = slot_of(index, slots, wraps)
+    at = Int64(row) * state_indices.stride[0]
+    return slot_at(state_indices, at, slots, first_slot, wraps)
+
+
+def slot_at(
+    state_indices: cute.Tensor, at: Int64, slots: Int64, first_slot: Int64, wraps: bool
+) -> tuple[Int64, Any]:
+    """Return the slot that the index ``at`` elements behind the first names, and whether it is one.
+
+    The other arguments are those of ``slot_and_liveness``.
+    """
+    slot = slot_of(Int64(raw(state_indices.iterator, at)), slots, wraps)
     return slot, (slot >= first_slot) & (slot < slots)
 
 
@@ -62,6 +72,26 @@ def launder(word: Int32, *, loc: object = None, ip: object = None) -> Int32:
             [Int32(word).ir_value(loc=loc, ip=ip)],
             "mov.b32 $0, $1;",
             "=r,r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
+@dsl_user_op
+def launder_address(address: Int64, *, loc: object = None, ip: object = None) -> Int64:
+    """Return an address through a move that the compiler cannot look into.
+
+    Without it the parts of many addresses that a loop does not change are kept in registers, two
+    for each access, instead of one address with constants beside it.
+    """
+    return Int64(
+        llvm.inline_asm(
+            T.i64(),
+            [Int64(address).ir_value(loc=loc, ip=ip)],
+            "mov.b64 $0, $1;",
+            "=l,l",
             has_side_effects=True,
             is_align_stack=False,
             asm_dialect=llvm.AsmDialect.AD_ATT,
@@ -145,6 +175,18 @@ def pointer(base: cute.Pointer, offset: Int64, alignment: int) -> cute.Pointer:
     )
 
 
+def opaque_shared(pointer: cute.Pointer) -> cute.Pointer:
+    """Return a pointer to shared memory, at a multiple of 16 bytes, as ``opaque`` does."""
+    address = launder(pointer.toint())
+    return cute.make_ptr(pointer.dtype, address, cute.AddressSpace.smem, assumed_align=VECTOR_BYTES)
+
+
+def opaque(pointer: cute.Pointer, alignment: int) -> cute.Pointer:
+    """Return a pointer to global memory whose parts the compiler cannot tell apart."""
+    address = launder_address(pointer.toint())
+    return cute.make_ptr(pointer.dtype, address, cute.AddressSpace.gmem, assumed_align=alignment)
+
+
 def vector(base: cute.Pointer, offset: Int64, count: int, alignment: int) -> cute.Tensor:
     """See ``count`` neighbouring elements, the first at a known alignment, to copy in vectors."""
     return cute.make_tensor(pointer(base, offset, alignment), cute.make_layout(count))
@@ -163,6 +205,16 @@ def read(base: cute.Pointer, offset: Int64, count: int, aligned: bool) -> cute.T
     result = cute.make_rmem_tensor((count,), Float32)
     for i in range(count):
         result[i] = Float32(raw[i])
+    return result
+
+
+def converted(values: cute.Tensor, dtype: Any) -> cute.Tensor:  # noqa: ANN401 - a CUTLASS type
+    """Return a register tensor in a type, as it is where that is its own."""
+    if values.element_type is dtype:
+        return values
+    result = cute.make_rmem_tensor(values.layout, dtype)
+    for i in range(cute.size(values)):
+        result[i] = dtype(values[i])
     return result
 
 

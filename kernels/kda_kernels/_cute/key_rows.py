@@ -80,15 +80,21 @@ def load(S: cute.Tensor, first: Int32, column: Int32, cut: Cut) -> cute.Tensor:
 
 
 def store(tile: cute.Tensor, S: cute.Tensor, first: Int32, column: Int32, cut: Cut) -> None:
-    """Write what ``load`` read back to where it came from."""
+    """Write columns that ``load`` read to the same columns of S, rounded to its type."""
     for i in range(cut.held):
-        cute.autovec_copy(tile[None, i], S[None, first + i * cut.together, column])
+        rounded = device.converted(tile[None, i], S.element_type)
+        cute.autovec_copy(rounded, S[None, first + i * cut.together, column])
 
 
 def partial_sums(smem: SmemAllocator, cut: Cut) -> cute.Pointer:
     """Reserve shared memory for every warp's sums."""
-    size = 2 * cut.columns * cut.warps
-    return smem.allocate_tensor(Float32, cute.make_layout(size), byte_alignment=16).iterator
+    size = cute.make_layout(size_of_partial_sums(cut))
+    return smem.allocate_tensor(Float32, size, byte_alignment=16).iterator
+
+
+def size_of_partial_sums(cut: Cut) -> int:
+    """Return how many numbers all warps' sums are."""
+    return 2 * cut.columns * cut.warps
 
 
 def put_sums(
@@ -98,6 +104,8 @@ def put_sums(
     place: tuple[Int32, Int32, Int32, Int32],
     partial: cute.Pointer,
     cut: Cut,
+    *,
+    keep: bool = False,
 ) -> None:
     """Leave a warp's part of S'k and S'q of its columns in shared memory.
 
@@ -108,6 +116,7 @@ def put_sums(
         place: lane, its group, its column within the block, and its warp.
         partial: of ``partial_sums``; a barrier makes it complete.
         cut: how the work is shared.
+        keep: leave the decayed state S' in ``tile``, which then has to be float32.
     """
     lane, group, column, warp = place
     vector, columns, together, share = cut.vector, cut.columns, cut.together, cut.share
@@ -128,6 +137,8 @@ def put_sums(
         cute.autovec_copy(factors[None, first + i * together], factor)
         for j in range(vector):
             decayed = Float32(tile[j, i]) * factor[0]
+            if keep:
+                tile[j, i] = decayed
             both[j] += decayed * factor[1]
             both[vector + j] += decayed * factor[2]
     device.halving_sum(both, 2 * vector, lane, 16, together.bit_length() - 1)
@@ -160,12 +171,19 @@ def get_sums(partial: cute.Pointer, which: int, column: Int32, cut: Cut) -> cute
 
 
 def update(
-    tile: cute.Tensor, factors: cute.Tensor, first: Int32, bu: cute.Tensor, cut: Cut
+    tile: cute.Tensor,
+    factors: cute.Tensor,
+    first: Int32,
+    bu: cute.Tensor,
+    cut: Cut,
+    *,
+    decayed: bool = False,
 ) -> None:
-    """Turn the state into S' + k bu^T in place."""
+    """Turn the state, or S' where it is ``decayed`` already, into S' + k bu^T in place."""
     factor = cute.make_rmem_tensor((4,), Float32)
     for i in range(cut.held):
         device.launder_packed(tile[None, i])
         cute.autovec_copy(factors[None, first + i * cut.together], factor)
         for j in range(cut.vector):
-            tile[j, i] = tile.element_type(Float32(tile[j, i]) * factor[0] + bu[j] * factor[1])
+            old = Float32(tile[j, i]) if decayed else Float32(tile[j, i]) * factor[0]
+            tile[j, i] = tile.element_type(old + bu[j] * factor[1])

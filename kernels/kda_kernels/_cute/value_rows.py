@@ -89,18 +89,26 @@ def load(S: cute.Tensor, first: Int32, key: Int32, cut: Cut) -> cute.Tensor:
 
 
 def store(tile: cute.Tensor, S: cute.Tensor, first: Int32, key: Int32, cut: Cut) -> None:
-    """Write what ``load`` read back to where it came from."""
+    """Write rows that ``load`` read to the same rows of S, rounded to its type."""
     for i in range(cut.held):
-        cute.autovec_copy(tile[None, i], S[None, first + i * cut.together, key])
+        rounded = device.converted(tile[None, i], S.element_type)
+        cute.autovec_copy(rounded, S[None, first + i * cut.together, key])
 
 
 def sums(
-    tile: cute.Tensor, d: cute.Tensor, k: cute.Tensor, q: cute.Tensor, key: Int32, cut: Cut
+    tile: cute.Tensor,
+    d: cute.Tensor,
+    k: cute.Tensor,
+    q: cute.Tensor,
+    key: Int32,
+    cut: Cut,
+    *,
+    keep: bool = False,
 ) -> tuple[cute.Tensor, cute.Tensor]:
     """Return S'k and S'q of the rows that a lane finishes, with S' the decayed state.
 
     The sums over keys of all rows are reduced together, which leaves one row's pair of sums in
-    each group of lanes.
+    each group of lanes. ``keep`` leaves S' in ``tile``, which then has to be float32.
     """
     held, kept, lanes = cut.held, cut.kept, cut.lanes
     both = cute.make_rmem_tensor((2 * held,), Float32)
@@ -108,6 +116,8 @@ def sums(
         sk, sq = Float32(0.0), Float32(0.0)
         for j in range(cut.vector):
             decayed = Float32(tile[j, i]) * d[j]
+            if keep:
+                tile[j, i] = decayed
             sk += decayed * k[j]
             sq += decayed * q[j]
         both[i] = sk
@@ -127,12 +137,21 @@ def sums(
 
 
 def update(
-    tile: cute.Tensor, d: cute.Tensor, k: cute.Tensor, bu: cute.Tensor, group: Int32, cut: Cut
+    tile: cute.Tensor,
+    d: cute.Tensor | None,
+    k: cute.Tensor,
+    bu: cute.Tensor,
+    group: Int32,
+    cut: Cut,
 ) -> None:
-    """Turn the state into S' + bu k^T in place; ``bu`` belongs to the rows a lane finishes."""
+    """Turn the state into S' + bu k^T in place; ``bu`` belongs to the rows a lane finishes.
+
+    Without ``d`` it is S' already.
+    """
     for i in range(cut.held):
         device.launder_packed(tile[None, i])
         source = group * cut.lanes + ((i // cut.kept) << cut.spread)
         bu_row = cute.arch.shuffle_sync(bu[i % cut.kept], source)
         for j in range(cut.vector):
-            tile[j, i] = tile.element_type(Float32(tile[j, i]) * d[j] + bu_row * k[j])
+            decayed = Float32(tile[j, i]) if d is None else Float32(tile[j, i]) * d[j]
+            tile[j, i] = tile.element_type(decayed + bu_row * k[j])

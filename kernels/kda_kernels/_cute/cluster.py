@@ -1,0 +1,83 @@
+"""Thread blocks of a cluster that share a head: numbers sent into each other's shared memory.
+
+Lives here: sending, and waiting until all has arrived. A receiver knows how many bytes will come
+and waits for as many on a barrier of its own; nobody fences or waits for what else it has written.
+Architectures before 9.0 have no clusters. Not here: who sends what to whom (<op>/cute.py).
+"""
+
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.memory import SmemAllocator
+
+_ADDRESSES = (
+    "{\n\t.reg .u32 there, bar;\n\tmapa.shared::cluster.u32 there, $0, $2;\n\t"
+    "mapa.shared::cluster.u32 bar, $1, $2;\n\t"
+    "st.async.shared::cluster.mbarrier::complete_tx::bytes"
+)
+
+
+def reserve(smem: SmemAllocator, count: int) -> cute.Tensor:
+    """Reserve as many barriers, one for each thing that the block will be sent."""
+    return smem.allocate_tensor(Int64, cute.make_layout(count), byte_alignment=8)
+
+
+@cute.jit
+def start(barriers: cute.Tensor, expected: tuple[Int32, ...], thread: Int32) -> None:
+    """Announce how many bytes will be sent to the block; afterwards every block can be sent to."""
+    if thread == 0:
+        for n in cutlass.range_constexpr(len(expected)):
+            cute.arch.mbarrier_init(barriers.iterator + n, 1)
+        cute.arch.mbarrier_init_fence()
+        for n in cutlass.range_constexpr(len(expected)):
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers.iterator + n, expected[n])
+    cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_wait()
+
+
+def wait(barriers: cute.Tensor, number: int) -> None:
+    """Wait until all has arrived that a barrier expects."""
+    cute.arch.mbarrier_wait(barriers.iterator + number, 0)
+
+
+@dsl_user_op
+def send(
+    place: cute.Pointer,
+    barrier: cute.Pointer,
+    rank: Int32,
+    values: Constexpr,
+    *,
+    loc: object = None,
+    ip: object = None,
+) -> None:
+    """Send one number, or four side by side, to a block of the cluster, oneself included.
+
+    Args:
+        place: where they go, as it lies in one's own shared memory; four at a multiple of 16 bytes.
+        barrier: the receiver's that counts them, as it lies in one's own shared memory.
+        rank: the receiver.
+        values: one or four numbers.
+        loc: of the operation, for the compiler.
+        ip: of the operation, for the compiler.
+    """
+    count = len(values)
+    numbers: list[Any] = [Float32(x).ir_value(loc=loc, ip=ip) for x in values]
+    listed = ", ".join(f"${3 + n}" for n in range(count))
+    stored = f".f32 [there], {listed}" if count == 1 else f".v4.f32 [there], {{{listed}}}"
+    llvm.inline_asm(
+        None,
+        [
+            place.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            Int32(rank).ir_value(loc=loc, ip=ip),
+            *numbers,
+        ],
+        f"{_ADDRESSES}{stored}, [bar];\n\t}}",
+        "r,r,r" + ",f" * count,
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )

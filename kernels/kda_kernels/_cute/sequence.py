@@ -1,0 +1,292 @@
+"""The tokens of one sequence and head in shared memory, and the window that they move.
+
+Lives here: the memory, and what is made in it before the state goes through the tokens. The blocks
+of a cluster may share a head: then one of them makes each of q, k and v for all. Not here: the loop
+over the tokens (token_loop.py), one token's rows (token.py), sending (cluster.py), which rows and
+slots a sequence has (packed_fused_decode/cute.py).
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
+from cutlass.memory import SmemAllocator
+
+from kda_kernels._cute import cluster, convolution, device, key_rows
+from kda_kernels._cute.token import (
+    ROWS_OF_PARTS,
+    Inputs,
+    Tokens,
+    form_of,
+    make_unit,
+    put_beta,
+    put_decay,
+    put_everywhere,
+    put_gain,
+    token_of,
+)
+from kda_kernels.contract.spec import HEAD_DIM as D
+
+HISTORY = convolution.HISTORY
+ROWS_SENT = 3
+"""Of a token: q, k and v, which one block of a cluster makes for all."""
+TOKENS_ARRIVED, OUTPUTS_ARRIVED = 0, 1
+"""Barriers of a block in a cluster."""
+NUMBER_BYTES = 4
+LAST_ROLE = 5
+"""Of those that prepare a sequence: q, k, v, the decays, the gains and, last, the slots."""
+STATE_BITS = 32
+"""Of an element of the state in registers."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A block's shared memory: two tokens a sequence and more.
+
+    Attributes:
+        tokens: of the sequence.
+        slots: of their checkpoints, -1 where a token has none.
+        made: what the recurrence made of them, (128, token).
+        sums: of the warps, for two tokens in turn, in layout kv.
+        barriers: what other blocks of the cluster send is counted there, if there are any.
+    """
+
+    tokens: Tokens
+    slots: Any
+    made: Any
+    sums: Any
+    barriers: Any
+
+
+def reserve(smem: SmemAllocator, v: Constexpr) -> Memory:
+    """Reserve what a block needs."""
+    tokens = Tokens(smem, v.room, by_key=v.layout == "kv")
+    slots = smem.allocate_tensor(Int64, cute.make_layout(v.room), byte_alignment=16)
+    layout = cute.make_layout((D, v.room), stride=(1, D))
+    made = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+    sums = None
+    if v.layout == "kv":
+        cut = key_rows.Cut(STATE_BITS, v.schedule.warps, v.schedule.tile)
+        size = key_rows.size_of_partial_sums(cut)
+        both = cute.make_layout((size, 2), stride=(1, size))
+        sums = smem.allocate_tensor(Float32, both, byte_alignment=16)
+    return Memory(tokens, slots, made, sums, cluster.reserve(smem, 2) if v.blocks > 1 else None)
+
+
+def destination(
+    i: Inputs, state_indices: cute.Tensor, line: Int64, t: Int32, first_slot: Int64, v: Constexpr
+) -> tuple[Int64, Any]:
+    """Return the slot of a token's checkpoint, and whether it has one."""
+    at = line + Int64(t) * state_indices.stride[1]
+    return device.slot_at(state_indices, at, Int64(i.state.shape[0]), first_slot, v.wraps)
+
+
+@cute.jit
+def read_history(
+    i: Constexpr,
+    slot_window: cute.Pointer,
+    at: Int32,
+    begin: Int32,
+    start: Int32,
+    accepted: Int32,
+    columns: cute.Tensor,
+    whole: cute.Tensor,
+    v: Constexpr,
+) -> None:
+    """Read the three columns before token ``start`` to the front of ``columns``.
+
+    They are those from ``accepted`` on of the window, and later on rows of x. ``whole`` receives a
+    window of layout DS.
+    """
+    form, channels = const_expr(form_of(v)), Int32(i.x.shape[1])
+    if start == 0:
+        if const_expr(v.by_channel):
+            convolution.read_window(slot_window, at, channels, form, whole)
+            for j in cutlass.range_constexpr(HISTORY):
+                for c in cutlass.range_constexpr(convolution.CHANNELS):
+                    chosen = whole[c, j]
+                    for a in cutlass.range_constexpr(1, v.columns - HISTORY + 1):
+                        chosen = cutlass.select_(accepted == a, whole[c, j + a], chosen)
+                    columns[c, j] = chosen
+        else:
+            convolution.read_columns(slot_window, at, channels, accepted, form, columns)
+    else:
+        for j in cutlass.range_constexpr(HISTORY):
+            row = begin + start - HISTORY + j
+            offset = Int64(row) * i.x.stride[0] + at
+            convolution.read_token(i.x.iterator, offset, form, columns[None, j])
+
+
+@cute.jit
+def write_window(
+    i: Constexpr,
+    slot_window: cute.Pointer,
+    at: Int32,
+    start: Int32,
+    length: Int32,
+    columns: cute.Tensor,
+    whole: cute.Tensor,
+    v: Constexpr,
+) -> None:
+    """Write tokens to the columns from ``start + 2`` on, and the newest history before token 0.
+
+    ``columns`` has the history and the tokens behind it; those at ``length`` and beyond are none.
+    """
+    form, channels = const_expr(form_of(v)), Int32(i.x.shape[1])
+    newest, count = const_expr(HISTORY - 1), const_expr(convolution.CHANNELS)
+    if start == 0:
+        if const_expr(v.by_channel):
+            for c, j in const_expr(list(itertools.product(range(count), range(newest)))):
+                whole[c, j] = columns[c, j + 1]
+            for c, t in const_expr(list(itertools.product(range(count), range(v.step)))):
+                old, fresh = whole[c, t + newest], columns[c, t + HISTORY]
+                whole[c, t + newest] = cutlass.select_(t < length, fresh, old)
+            convolution.write_whole(slot_window, at, form, whole)
+        else:
+            for j in cutlass.range_constexpr(newest):
+                convolution.write_column(slot_window, at, channels, j, form, columns[None, j + 1])
+    for t in cutlass.range_constexpr(v.step):
+        column = start + t + newest
+        alone = start + t < length
+        if const_expr(v.by_channel):
+            alone = alone & (start > 0)
+        if alone:
+            token = columns[None, t + HISTORY]
+            convolution.write_column(slot_window, at, channels, column, form, token)
+
+
+@cute.jit
+def prepare_part(
+    i: Constexpr,
+    slot_window: cute.Pointer,
+    span: tuple[Int32, Int32, Int32, Int32],
+    place: tuple[Int32, Int32],
+    part: Constexpr,
+    memory: Constexpr,
+    v: Constexpr,
+) -> None:
+    """Make q, k or v of ``v.step`` tokens with one warp, and move their window.
+
+    Tokens past the sequence's end are read as its last row, and not made.
+
+    Args:
+        i: the call.
+        slot_window: where the sequence's window starts.
+        span: the sequence's first row and length, its accepted tokens less one, the first token.
+        place: head and lane.
+        part: 0 to 2, for q, k and v.
+        memory: where the tokens go.
+        v: the variant.
+    """
+    begin, length, accepted, start = span
+    head, lane = place
+    tokens, blocks = memory.tokens, const_expr(v.blocks)
+    barrier = None if const_expr(blocks == 1) else memory.barriers.iterator + TOKENS_ARRIVED
+    form, count = const_expr(form_of(v)), const_expr(convolution.CHANNELS)
+    per_part = Int32(i.x.shape[1]) // 3
+    channel = head * D + lane * count
+    at = part * per_part + channel
+    wide, held = const_expr(HISTORY + v.step), const_expr(max(v.columns, 1))
+    columns = cute.make_rmem_tensor(
+        cute.make_layout((count, wide), stride=(wide, 1)), i.x.element_type
+    )
+    whole = cute.make_rmem_tensor(
+        cute.make_layout((count, held), stride=(held, 1)), i.x.element_type
+    )
+    for t in cutlass.range_constexpr(v.step):
+        row = cutlass.min(begin + start + t, begin + length - 1)
+        offset = Int64(row) * i.x.stride[0] + at
+        convolution.read_token(i.x.iterator, offset, form, columns[None, t + HISTORY])
+    read_history(i, slot_window, at, begin, start, accepted, columns, whole, v)
+    taps = convolution.read_taps(i.weight.iterator, part, channel, per_part, form)
+    bias = None
+    if const_expr(i.conv_bias is not None):
+        bias = device.read(i.conv_bias.iterator, Int64(at), count, v.aligned)
+    write_window(i, slot_window, at, start, length, columns, whole, v)
+    history = cute.make_tensor(
+        columns.iterator, cute.make_layout((count, HISTORY), stride=(wide, 1))
+    )
+    number = const_expr(ROWS_OF_PARTS[part])
+    # One token's code for all: each moves the columns on.
+    for t in range(cutlass.min(Int32(v.step), length - start)):
+        made = convolution.silu_of_sum(taps, bias, history, columns[None, HISTORY])
+        if const_expr(part < 2):
+            make_unit(made, i.scale if part == 0 else None)
+        put_everywhere(token_of(tokens, start + t), number, made, lane, blocks, barrier)
+        for c in cutlass.range_constexpr(count):
+            for j in cutlass.range_constexpr(wide - 1):
+                columns[c, j] = columns[c, j + 1]
+
+
+@cute.jit
+def prepare(
+    i: Constexpr,
+    slot_window: cute.Pointer,
+    span: tuple[Int32, Int32, Int32, Int32],
+    place: tuple[Int32, Int32, Int32, Int32],
+    memory: Constexpr,
+    v: Constexpr,
+) -> None:
+    """Make ``v.step`` tokens in shared memory, as one_token.prepare makes one.
+
+    Args:
+        i: the call.
+        slot_window: where the sequence's window starts.
+        span: as in ``prepare_part``.
+        place: head, rank of the block in its cluster, warp and lane.
+        memory: where the tokens go.
+        v: the variant.
+    """
+    begin, length, _, start = span
+    head, rank, warp, lane = place
+    tokens = memory.tokens
+    here = cutlass.min(Int32(v.step), length - start)
+    for part in cutlass.range_constexpr(3):
+        # A part's window belongs to one warp of the cluster, which reads and writes it.
+        if (rank == part % v.blocks) & (warp == part % v.schedule.warps):
+            prepare_part(i, slot_window, span, (head, lane), part, memory, v)
+    if warp == 3 % v.schedule.warps:
+        for t in range(here):
+            put_decay(token_of(tokens, start + t), i, begin + start + t, head, lane, v)
+    if warp == 4 % v.schedule.warps:
+        for t in range(here):
+            put_beta(token_of(tokens, start + t), i, begin + start + t, head, lane, v)
+            if (start + t) % v.blocks == rank:
+                put_gain(token_of(tokens, start + t), i, begin + start + t, head, lane, v)
+
+
+@cute.jit
+def prepare_all(
+    i: Constexpr,
+    slot_window: cute.Pointer,
+    span: tuple[Int32, Int32, Int32],
+    place: tuple[Int32, Int32, Int32, Int32],
+    memory: Constexpr,
+    v: Constexpr,
+) -> None:
+    """Make all tokens of a sequence in shared memory, ``v.step`` at a time."""
+    begin, length, accepted = span
+    if const_expr(v.room == v.step):
+        prepare(i, slot_window, (begin, length, accepted, Int32(0)), place, memory, v)
+    else:
+        for start in range(0, length, v.step):
+            prepare(i, slot_window, (begin, length, accepted, start), place, memory, v)
+
+
+@cute.jit
+def put_slots(
+    i: Constexpr,
+    state_indices: cute.Tensor,
+    line: Int64,
+    length: Int32,
+    lane: Int32,
+    first_slot: Int64,
+    slots: cute.Tensor,
+    v: Constexpr,
+) -> None:
+    """Leave the slot of every token's checkpoint in shared memory, -1 where it has none."""
+    if lane < length:
+        slot, kept = destination(i, state_indices, line, lane, first_slot, v)
+        slots[lane] = cutlass.select_(kept, slot, Int64(-1))

@@ -1,0 +1,231 @@
+"""A token of one head in shared memory, and what kernels of the fused operators do with it.
+
+Lives here: its rows, how each is made by the lanes of one warp, and the gated norm behind the
+recurrence. Not here: which rows and slots a kernel touches, and when (<op>/cute.py); the
+convolution itself (convolution.py).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
+from cutlass.memory import SmemAllocator
+
+from kda_kernels._cute import cluster, convolution, device
+from kda_kernels._cute.call import VECTOR_BYTES
+from kda_kernels.contract.spec import HEAD_DIM as D
+
+DECAY, K, Q, V, GAIN = 0, 1, 2, 3, 4
+"""Where they lie in shared memory; key_rows reads the first three together."""
+ROWS_OF_PARTS = (Q, K, V)
+"""Where each part of x goes."""
+SIZE = 6 * D
+"""Numbers of a token: five rows, and a filler where keys lie side by side."""
+
+
+class Tokens:
+    """``count`` tokens in shared memory, each with its beta.
+
+    ``by_key`` puts decay, k, q and a filler of each key side by side, so that one access fetches
+    what a key row of the state needs; the other rows follow behind.
+    """
+
+    def __init__(self, smem: SmemAllocator, count: int, *, by_key: bool) -> None:
+        """Reserve the memory."""
+        layout = cute.make_layout((SIZE, count), stride=(1, SIZE))
+        self.numbers = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+        self.betas = smem.allocate_tensor(Float32, cute.make_layout(count), byte_alignment=16)
+        self.by_key = by_key
+
+
+class Token:
+    """One token: ``rows`` of 128 by the names above, and ``betas[number]``."""
+
+    def __init__(
+        self, base: cute.Pointer, betas: cute.Tensor, number: int | Int32, *, by_key: bool
+    ) -> None:
+        """See the memory at ``base`` as a token's."""
+        self.base, self.betas, self.number = base, betas, number
+        starts, step = ((0, 1, 2, 4 * D, 5 * D), 4) if by_key else (range(0, 5 * D, D), 1)
+        self.steps = steps = (step, step, step, 1, 1)
+        self.rows = [
+            cute.make_tensor(self.base + at, cute.make_layout(D, stride=apart))
+            for at, apart in zip(starts, steps, strict=True)
+        ]
+
+
+def token_of(tokens: Tokens, number: int | Int32) -> Token:
+    """Return one of the tokens."""
+    base = tokens.numbers[None, number].iterator
+    if not isinstance(number, int):
+        base = device.opaque_shared(base)
+    return Token(base, tokens.betas, number, by_key=tokens.by_key)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A call's tensors and scalars while a kernel is traced, by their names in the contract."""
+
+    x: Any
+    weight: Any
+    conv_state: Any
+    raw_gate: Any
+    raw_beta: Any
+    A_log: Any
+    dt_bias: Any
+    state: Any
+    output_gate: Any
+    norm_weight: Any
+    conv_bias: Any
+    output: Any
+    scale: Any
+    lower_bound: Any
+    norm_eps: Any
+
+    def window(self, slot: Int64) -> cute.Pointer:
+        """Return where a slot's window starts."""
+        at = slot * self.conv_state.stride[0]
+        return device.pointer(self.conv_state.iterator, at, convolution.SLOT_BYTES)
+
+    def state_of(self, slot: Int64, head: Int32) -> cute.Pointer:
+        """Return where one head's state starts."""
+        at = slot * self.state.stride[0] + Int64(head) * (D * D)
+        return device.pointer(self.state.iterator, at, VECTOR_BYTES)
+
+    def target(self, row: Int32, head: Int32) -> cute.Tensor:
+        """Return one head of an output row, [128]."""
+        at = (Int64(row) * self.state.shape[1] + head) * D
+        return cute.make_tensor(self.output.iterator + at, cute.make_layout(D))
+
+
+def form_of(v: Constexpr) -> convolution.Form:
+    """Return how window and taps lie."""
+    return convolution.Form(v.columns, v.by_channel, v.taps_last, v.aligned)
+
+
+def put(row: cute.Tensor, values: cute.Tensor, lane: Int32) -> None:
+    """Write a lane's neighbouring values of a row."""
+    count = cute.size(values)
+    for c in range(count):
+        row[lane * count + c] = values[c]
+
+
+def put_everywhere(
+    token: Token,
+    number: int,
+    values: cute.Tensor,
+    lane: Int32,
+    blocks: int,
+    barrier: cute.Pointer | None,
+) -> None:
+    """Write a lane's four values of a row of a token, to every block of a cluster if it is one.
+
+    Args:
+        token: in shared memory.
+        number: of the row.
+        values: the lane's.
+        lane: within the warp.
+        blocks: of the cluster.
+        barrier: that counts what arrives, where there is more than one block.
+    """
+    row, count, step = token.rows[number], cute.size(values), token.steps[number]
+    if blocks == 1:
+        put(row, values, lane)
+        return
+    for rank in range(blocks):
+        if step == 1:
+            four = tuple(values[c] for c in range(count))
+            cluster.send(row.iterator + lane * count, barrier, Int32(rank), four)
+        else:
+            for c in range(count):
+                place = row.iterator + (lane * count + c) * step
+                cluster.send(place, barrier, Int32(rank), (values[c],))
+
+
+def make_unit(values: cute.Tensor, scale: Float32 | None) -> None:
+    """Turn the values of a warp's lanes into a unit vector, times ``scale`` if there is one."""
+    squares = device.lane_sum(device.sum_of_squares(values), 32)
+    unit = cute.math.rsqrt(squares + device.L2_EPS)
+    if scale is not None:
+        unit = unit * scale
+    for c in range(cute.size(values)):
+        values[c] = values[c] * unit
+
+
+def put_decay(token: Token, i: Inputs, row: Int32, head: Int32, lane: Int32, v: Constexpr) -> None:
+    """Make a token's decay."""
+    count = convolution.CHANNELS
+    channel = head * D + lane * count
+    at = Int64(row) * i.raw_gate.stride[v.row_axis("raw_gate")] + channel
+    a = device.read(i.raw_gate.iterator, at, count, v.aligned)
+    bias = device.read(i.dt_bias.iterator, Int64(channel), count, v.aligned)
+    rate = cute.math.exp(device.element(i.A_log.iterator, Int64(head)))
+    for c in range(count):
+        a[c] = device.decay(a[c] + bias[c], rate, i.lower_bound, v.softplus)
+    put(token.rows[DECAY], a, lane)
+
+
+def put_gain(token: Token, i: Inputs, row: Int32, head: Int32, lane: Int32, v: Constexpr) -> None:
+    """Make a token's gain behind the norm."""
+    count = convolution.CHANNELS
+    channel = head * D + lane * count
+    at = Int64(row) * i.output_gate.stride[v.row_axis("output_gate")] + channel
+    gate = device.read(i.output_gate.iterator, at, count, False)
+    weights = device.read(i.norm_weight.iterator, Int64(lane * count), count, False)
+    for c in range(count):
+        weights[c] = weights[c] * device.sigmoid(gate[c])
+    put(token.rows[GAIN], weights, lane)
+
+
+@cute.jit
+def put_beta(
+    token: Constexpr, i: Constexpr, row: Int32, head: Int32, lane: Int32, v: Constexpr
+) -> None:
+    """Make a token's beta."""
+    axis, betas, number = const_expr(v.beta_axis), token.betas, token.number
+    at = Int64(row) * i.raw_beta.stride[axis] + Int64(head) * i.raw_beta.stride[axis + 1]
+    logit = device.element(i.raw_beta.iterator, at)
+    if lane == 0:
+        betas[number] = device.sigmoid(logit)
+
+
+def dot_of_units(token: Token, lane: Int32) -> Float32:
+    """Return k.q of the unit vectors, in every lane."""
+    total = Float32(0.0)
+    for j in range(D // 32):
+        at = lane + 32 * j
+        total = cute.math.fma(token.rows[K][at], token.rows[Q][at], total)
+    return device.lane_sum(total, 32)
+
+
+def finish(
+    made: cute.Tensor, token: Token, target: cute.Tensor, lane: Int32, norm_eps: Float32
+) -> None:
+    """Write the gated RMSNorm of a head with the lanes of one warp.
+
+    Args:
+        made: what the recurrence made, [128] in shared memory.
+        token: its gain is norm_weight * sigmoid(output_gate).
+        target: the head's output.
+        lane: within the warp.
+        norm_eps: of the norm.
+    """
+    count = D // 32
+    by_lane = cute.make_layout((count, 32))
+    o = cute.make_rmem_tensor((count,), Float32)
+    gain = cute.make_rmem_tensor((count,), Float32)
+    cute.autovec_copy(cute.make_tensor(made.iterator, by_lane)[None, lane], o)
+    cute.autovec_copy(cute.make_tensor(token.rows[GAIN].iterator, by_lane)[None, lane], gain)
+    total = device.lane_sum(device.sum_of_squares(o), 32)
+    unit = cute.math.rsqrt(total * (1.0 / D) + norm_eps)
+    y = cute.make_rmem_tensor((count,), target.element_type)
+    for c in range(count):
+        y[c] = target.element_type(o[c] * unit * gain[c])
+    cute.autovec_copy(y, cute.make_tensor(target.iterator + lane * count, cute.make_layout(count)))
+
+
+@cute.jit
+def write_zeros(target: cute.Tensor, thread: Int32) -> None:
+    """Write a null row's output."""
+    if thread < D:
+        target[thread] = target.element_type(0.0)

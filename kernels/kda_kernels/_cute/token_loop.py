@@ -1,0 +1,212 @@
+"""A state going through the tokens of one sequence and head, with a checkpoint for each.
+
+Lives here: the loop over tokens in either layout, and the norms behind it. The state is read once,
+stays in registers as float32, and is rounded only into checkpoints. Where the blocks of a cluster
+share a head, each has value rows (or columns) of its state, and a token's output is gathered where
+its norm is made. Not here: what the loop finds in shared memory (sequence.py), the passes in their
+parts (value_rows.py, key_rows.py).
+"""
+
+import cutlass
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
+
+from kda_kernels._cute import cluster, device, key_rows, value_rows
+from kda_kernels._cute.sequence import (
+    LAST_ROLE,
+    NUMBER_BYTES,
+    OUTPUTS_ARRIVED,
+    ROWS_SENT,
+    STATE_BITS,
+    TOKENS_ARRIVED,
+    Memory,
+    prepare_all,
+    put_slots,
+)
+from kda_kernels._cute.token import DECAY, Inputs, K, Q, V, dot_of_units, finish, token_of
+from kda_kernels.contract.spec import HEAD_DIM as D
+
+
+@cute.jit
+def expect(length: Int32, rank: Int32, thread: Int32, memory: Constexpr, v: Constexpr) -> None:
+    """Get ready to be sent tokens, and the outputs of those whose norm the block makes."""
+    if const_expr(v.blocks > 1):
+        mine = (length + (v.blocks - 1) - rank) // v.blocks
+        numbers = (length * (ROWS_SENT * D), mine * D)
+        expected = (numbers[TOKENS_ARRIVED] * NUMBER_BYTES, numbers[OUTPUTS_ARRIVED] * NUMBER_BYTES)
+        cluster.start(memory.barriers, expected, thread)
+
+
+def arrived(memory: Memory, what: int, v: Constexpr) -> None:
+    """Wait for what other blocks of the cluster send."""
+    if v.blocks > 1:
+        cluster.wait(memory.barriers, what)
+
+
+@cute.jit
+def write_outputs(
+    i: Constexpr,
+    span: tuple[Int32, Int32],
+    place: tuple[Int32, Int32, Int32, Int32],
+    memory: Constexpr,
+    v: Constexpr,
+) -> None:
+    """Write the gated norms of the tokens whose outputs the block has gathered, one to a warp."""
+    begin, length = span
+    head, rank, warp, lane = place
+    tokens, slots, made = memory.tokens, memory.slots, memory.made
+    blocks = const_expr(v.blocks)
+    for t in range(rank + blocks * warp, length, blocks * v.schedule.warps):
+        target = i.target(begin + t, head)
+        if slots[t] >= 0:
+            finish(made[None, t], token_of(tokens, t), target, lane, i.norm_eps)
+        else:
+            for c in cutlass.range_constexpr(D // 32):
+                target[lane + 32 * c] = target.element_type(0.0)
+
+
+def gather(memory: Memory, at: Int32, t: Int32, o: Float32, blocks: int) -> None:
+    """Hand a number of a token's output to the block that makes its norm."""
+    place = memory.made[None, t].iterator + at
+    if blocks == 1:
+        cute.make_tensor(place, cute.make_layout(1))[0] = o
+    else:
+        barrier = memory.barriers.iterator + OUTPUTS_ARRIVED
+        cluster.send(place, barrier, t % blocks, (o,))
+
+
+def checkpoint(i: Inputs, slot: Int64, head: Int32, own: Int32, vector: int) -> cute.Pointer:
+    """Return where a lane's part of a slot's state starts, ``own`` elements into the head's.
+
+    It is written in vectors of ``vector`` elements.
+    """
+    alignment = vector * i.state.element_type.width // 8
+    return device.opaque(i.state_of(slot, head) + own, alignment)
+
+
+def of_lane(row: cute.Tensor, key: Int32, cut: value_rows.Cut) -> cute.Tensor:
+    """Return a lane's keys of a row in shared memory."""
+    registers = cute.make_rmem_tensor((cut.vector,), Float32)
+    by_lane = cute.make_tensor(row.iterator, cute.make_layout((cut.vector, cut.lanes)))
+    cute.autovec_copy(by_lane[None, key], registers)
+    return registers
+
+
+@cute.jit
+def advance_value_rows(
+    i: Constexpr,
+    state_indices: cute.Tensor,
+    span: tuple[Int32, Int32, Int32],
+    where: tuple[Int64, Int64, Int64],
+    place: tuple[Int32, Int32, Int32, Int32],
+    first_slot: Int64,
+    memory: Constexpr,
+    v: Constexpr,
+) -> None:
+    """Layout vk: a warp owns value rows whole, so tokens follow each other without a barrier."""
+    begin, length, _ = span
+    home, source, line = where
+    head, rank, warp, lane = place
+    tokens, slots = memory.tokens, memory.slots
+    blocks = const_expr(v.blocks)
+    tile, batch = const_expr(v.schedule.tile), const_expr(v.schedule.batch or v.schedule.tile)
+    whole = const_expr(value_rows.Cut(STATE_BITS, tile))
+    cut = const_expr(value_rows.Cut(STATE_BITS, batch))
+    group, key = lane // cut.lanes, lane % cut.lanes
+    first = (rank * v.schedule.warps + warp) * tile
+    expect(length, rank, warp * 32 + lane, memory, v)
+    prepare_all(i, i.window(home), span, place, memory, v)
+    if warp == LAST_ROLE % v.schedule.warps:
+        put_slots(i, state_indices, line, length, lane, first_slot, slots, v)
+    S = value_rows.view(i.state_of(source, head), cut)
+    state = device.converted(value_rows.load(S, first + group, key, whole), Float32)
+    device.let_the_next_kernel_start(v.overlaps)
+    cute.arch.sync_threads()
+    arrived(memory, TOKENS_ARRIVED, v)
+    own = (first + group) * D + key * cut.vector
+    for t in range(length):
+        token = token_of(tokens, t)
+        slot = slots[t]
+        d, k, q = (of_lane(token.rows[r], key, cut) for r in (DECAY, K, Q))
+        kq, b, values = dot_of_units(token, lane), tokens.betas[t], token.rows[V]
+        target = value_rows.view(checkpoint(i, slot, head, own, cut.vector), cut)
+        for m in cutlass.range_constexpr(tile // batch):
+            held = const_expr(cut.held * cut.vector)
+            rows = cute.make_tensor(
+                state.iterator + m * held, cute.make_layout((cut.vector, cut.held))
+            )
+            mine = first + m * batch + cut.finished(key, group)
+            sk, sq = value_rows.sums(rows, d, k, q, key, cut, keep=True)
+            bu = cute.make_rmem_tensor((cut.kept,), Float32)
+            for j in cutlass.range_constexpr(cut.kept):
+                at = mine + j * cut.together
+                bu[j] = b * (values[at] - sk[j])
+                if cut.finishes(key):
+                    gather(memory, at, t, Float32(i.x.element_type(sq[j] + bu[j] * kq)), blocks)
+            value_rows.update(rows, None, k, bu, group, cut)
+            if slot >= 0:
+                value_rows.store(rows, target, Int32(m * batch), Int32(0), cut)
+    cute.arch.sync_threads()
+    arrived(memory, OUTPUTS_ARRIVED, v)
+    write_outputs(i, (begin, length), place, memory, v)
+
+
+@cute.jit
+def advance_key_rows(
+    i: Constexpr,
+    state_indices: cute.Tensor,
+    span: tuple[Int32, Int32, Int32],
+    where: tuple[Int64, Int64, Int64],
+    place: tuple[Int32, Int32, Int32, Int32],
+    first_slot: Int64,
+    memory: Constexpr,
+    v: Constexpr,
+) -> None:
+    """Layout kv: a warp owns key rows; sums of two tokens in turn have their own memory."""
+    begin, length, _ = span
+    home, source, line = where
+    head, rank, warp, lane = place
+    tokens, slots = memory.tokens, memory.slots
+    blocks = const_expr(v.blocks)
+    cut = const_expr(key_rows.Cut(STATE_BITS, v.schedule.warps, v.schedule.tile))
+    vector = const_expr(cut.vector)
+    group, column = lane // cut.lanes, lane % cut.lanes
+    first, columns = warp * cut.keys + group, rank * v.schedule.tile
+    expect(length, rank, warp * 32 + lane, memory, v)
+    prepare_all(i, i.window(home), span, place, memory, v)
+    if warp == LAST_ROLE % v.schedule.warps:
+        put_slots(i, state_indices, line, length, lane, first_slot, slots, v)
+    S = key_rows.view(i.state_of(source, head), cut)
+    state = device.converted(key_rows.load(S, first, rank * cut.lanes + column, cut), Float32)
+    device.let_the_next_kernel_start(v.overlaps)
+    cute.arch.sync_threads()
+    arrived(memory, TOKENS_ARRIVED, v)
+    own = first * D + columns + column * vector
+    for t in range(length):
+        token = token_of(tokens, t)
+        partial = memory.sums[None, t % 2].iterator
+        factors = cute.make_tensor(token.base, cute.make_layout((4, D)))
+        key_rows.put_sums(
+            state, factors, first, (lane, group, column, warp), partial, cut, keep=True
+        )
+        cute.arch.sync_threads()
+        sk = key_rows.get_sums(partial, 0, column, cut)
+        bu = cute.make_rmem_tensor((vector,), Float32)
+        b = tokens.betas[t]
+        values = token.rows[V]
+        for j in cutlass.range_constexpr(vector):
+            bu[j] = b * (values[columns + column * vector + j] - sk[j])
+        if warp == t % v.schedule.warps:
+            kq = dot_of_units(token, lane)
+            sq = key_rows.get_sums(partial, 1, column, cut)
+            if group == 0:
+                for j in cutlass.range_constexpr(vector):
+                    o = Float32(i.x.element_type(sq[j] + bu[j] * kq))
+                    gather(memory, columns + column * vector + j, t, o, blocks)
+        key_rows.update(state, factors, first, bu, cut, decayed=True)
+        slot = slots[t]
+        if slot >= 0:
+            target = key_rows.view(checkpoint(i, slot, head, own, cut.vector), cut)
+            key_rows.store(state, target, Int32(0), Int32(0), cut)
+    cute.arch.sync_threads()
+    arrived(memory, OUTPUTS_ARRIVED, v)
+    write_outputs(i, (begin, length), place, memory, v)

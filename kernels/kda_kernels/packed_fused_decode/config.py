@@ -1,0 +1,55 @@
+"""How packed_fused_decode's CUDA kernel cuts its work.
+
+Lives here: the table of schedules for two tokens a sequence and more, and how many of them are
+prepared together. One token a sequence is cut as fused_decode cuts it. Not here: the choice
+(schedule.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+from kda_kernels.schedule import Schedule, Table
+
+MOST_TOKENS = 16
+"""Of a sequence: what all of them need lies in shared memory together."""
+STEP = 4
+"""Tokens that are prepared at once, at most. With three or more the history of the next ones is all
+in the packed rows."""
+
+# What was the fastest on an H200 (132 processors, T of 2, 4 and 8) of what needs no local memory.
+# The state stays in registers as float32 whatever its pool's type. Blocks of a cluster share the
+# heads of few sequences. docs/tuning.md has the figures.
+SCHEDULES: Table = {
+    ("vk", 4): (
+        (0.3, Schedule(8, 4, 2, 25, 4)),
+        (1, Schedule(8, 8, 2, 25, 4)),
+        (math.inf, Schedule(8, 16, 2, 25, 2)),
+    ),
+    ("vk", 2): (
+        (0.3, Schedule(8, 4, 2, 25, 4)),
+        (1, Schedule(8, 8, 2, 25, 4)),
+        (math.inf, Schedule(8, 16, 2, 25, 4)),
+    ),
+    ("kv", 4): (
+        (0.3, Schedule(8, 32, 2, 25)),
+        (1, Schedule(8, 128, 1, 25)),
+        (math.inf, Schedule(4, 64, 3, 25)),
+    ),
+    ("kv", 2): ((0.3, Schedule(8, 32, 2, 25)), (math.inf, Schedule(8, 128, 1, 25))),
+}
+
+# Where there are no clusters a block has a head to itself; these never ran.
+WITHOUT_CLUSTERS: Table = {
+    (layout, itemsize): ((math.inf, schedule),)
+    for layout, schedule in (
+        ("vk", Schedule(8, 16, 1, 25, 4)),
+        ("kv", Schedule(8, 128, 1, 25)),
+    )
+    for itemsize in (4, 2)
+}
+
+
+def room(tokens: int) -> int:
+    """Return how many tokens of a sequence there is shared memory for: a power of two."""
+    return 1 << (tokens - 1).bit_length()
