@@ -1,7 +1,7 @@
 """Prints a GPU benchmark's report as Markdown: ``python kernels/benchmarks/tables.py decode.json``.
 
 Lives here: the tables of docs/benchmarks.md. Works on what bench_decode.py --device cuda,
-bench_model.py and bench_parallel.py wrote, where that was.
+bench_model.py, bench_speculative.py and bench_parallel.py wrote, where that was.
 """
 
 from __future__ import annotations
@@ -85,6 +85,25 @@ def parallel_table(report: Report) -> Iterator[str]:
         yield _row([line["state"], str(line["rows"]), *numbers])
 
 
+def speculative_table(report: Report) -> Iterator[str]:
+    """Yield the lines of the table of drafted tokens: microseconds, share of mul_, steps' worth."""
+    tokens = sorted({line["tokens"] for line in report["lines"]})
+    named = [f"T = {count}" for count in tokens]
+    yield from _head(["state", "layout", "H", "sequences", "one step", *named])
+    places: dict[tuple[Any, ...], dict[int, Line]] = {}
+    for line in report["lines"]:
+        place = (line["state"], line["layout"], line["heads"], line["sequences"])
+        places.setdefault(place, {})[line["tokens"]] = line
+    for place, found in places.items():
+        one = next(iter(found.values()))["one_token_us"]
+        yield _row([*map(str, place), f"{one:.1f}", *(_verified(found[t]) for t in tokens)])
+
+
+def _verified(line: Line) -> str:
+    text = f"{line['us']:.1f} ({line['share']:.2f}) {line['steps']:.1f} steps"
+    return f"{text}, Triton {line['over_triton']:.1f}×" if line["over_triton"] else text
+
+
 def goal_table(report: Report) -> Iterator[str]:
     """Yield the lines of the table of goals."""
     yield from _head(["goal", "number", "measured", "", "where"])
@@ -112,8 +131,9 @@ def main() -> None:
     report = json.loads(parser.parse_args().report.read_text(encoding="utf-8"))
     machine = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
     print(f"{machine}\n")
-    table = model_table if "layers" in report else decode_tables
-    print(*(parallel_table if "ranks" in report else table)(report), "", sep="\n")
+    kinds = {"ranks": parallel_table, "speculative": speculative_table, "layers": model_table}
+    table = next((kinds[name] for name in kinds if name in report), decode_tables)
+    print(*table(report), "", sep="\n")
     if "goals" in report:
         print(*goal_table(report), sep="\n")
 
