@@ -1,13 +1,13 @@
 """Speculative decoding: a draft model guesses, the model checks all guesses in one call.
 
-    python examples/speculative_decoding.py [--sequences 4] [--wanted 24] [--tokens 4]
+    python examples/speculative_decoding.py [--device cuda] [--sequences 4] [--tokens 4]
 
 The draft is the model without its last layer. In a round it guesses T - 1 tokens of every sequence;
 the model then runs the last certain token and the guesses, T tokens a sequence, through
 packed_fused_kda_decode, which keeps a checkpoint of the state for each of them in T slots. What the
 model itself would have said is accepted, and the next round starts from the checkpoint of the last
 accepted token: nothing is copied back. Prompts go the same way, up to T tokens at a time. The text
-is the one that plain decoding gives. On CPU; the operator has no GPU kernel yet.
+is the one that plain decoding gives.
 """
 
 from __future__ import annotations
@@ -77,15 +77,16 @@ class Speculation:
         draft: guesses; its own states go token by token.
         spec: of the model's cache; ``spec.tokens`` is T.
         sequences: how many at a time.
+        device: of both models.
     """
 
     def __init__(
-        self, model: DeltaModel, draft: DeltaModel, spec: StateSpec, sequences: int
+        self, model: DeltaModel, draft: DeltaModel, spec: StateSpec, sequences: int, device: str
     ) -> None:
         self.model, self.draft, self.tokens = model, draft, spec.tokens
-        self.cache = StateCache(spec, slots=1 + sequences * spec.tokens)
+        self.cache = StateCache(spec, slots=1 + sequences * spec.tokens, device=device)
         small = replace(spec, layers=len(draft.layers), tokens=1)
-        self.draft_cache = StateCache(small, slots=1 + sequences)
+        self.draft_cache = StateCache(small, slots=1 + sequences, device=device)
 
     def admit(self, prompt: list[int], wanted: int) -> Sequence:
         """Give a text its slots: T for the model, one for the draft."""
@@ -97,17 +98,21 @@ class Speculation:
         ends = torch.tensor([len(line) for line in lines]).cumsum(0).tolist()
         drafts = Drafts(
             self.cache.indices([sequence.slots for sequence in batch]),
-            torch.tensor([0, *ends], dtype=torch.int32),
-            torch.tensor([sequence.accepted for sequence in batch], dtype=torch.int32),
+            self.numbers([0, *ends], torch.int32),
+            self.numbers([sequence.accepted for sequence in batch], torch.int32),
         )
-        tokens = torch.tensor([token for line in lines for token in line])
+        tokens = self.numbers([token for line in lines for token in line])
         said = self.model(drafts, tokens, self.cache, attention_of_drafts).argmax(-1).tolist()
         return [said[end - len(line) : end] for end, line in zip(ends, lines, strict=True)]
 
     def run_draft(self, batch: list[Sequence], tokens: list[int]) -> list[int]:
         """Move the draft on by one token a sequence and return its guesses of the next."""
         slots = self.draft_cache.indices([sequence.draft_slot for sequence in batch])
-        return self.draft(slots, torch.tensor(tokens), self.draft_cache).argmax(-1).tolist()
+        return self.draft(slots, self.numbers(tokens), self.draft_cache).argmax(-1).tolist()
+
+    def numbers(self, given: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Put whole numbers where the model is."""
+        return torch.tensor(given, dtype=dtype, device=self.cache.device)
 
     def read(self, sequence: Sequence) -> None:
         """Take in a prompt, up to T tokens at a call; all of them are right."""
@@ -159,13 +164,15 @@ def models(spec: StateSpec) -> tuple[DeltaModel, DeltaModel]:
 def main(arguments: list[str] | None = None) -> list[Sequence]:
     """Continue random prompts and say how many tokens a round brought."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--wanted", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=4, help="T, tokens of a round")
     options = parser.parse_args(arguments)
 
     spec = StateSpec(layers=3, heads=2, tokens=options.tokens, window_dtype=torch.float32)
-    speculation = Speculation(*models(spec), spec, options.sequences)
+    model, draft = (one.to(options.device) for one in models(spec))
+    speculation = Speculation(model, draft, spec, options.sequences, options.device)
     generator = torch.Generator().manual_seed(0)
     texts = []
     for number in range(options.sequences):

@@ -60,22 +60,23 @@ def test_requests_that_share_batches_say_what_they_say_alone(capsys):
         assert request.generated == alone.generated
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
-def test_speculation_says_what_plain_decoding_says_in_fewer_calls(tokens, capsys):
+def test_speculation_says_what_plain_decoding_says_in_fewer_calls(tokens, device, capsys):
     speculation = importlib.import_module("speculative_decoding")
     arguments = ["--sequences", "3", "--wanted", "11", "--tokens", str(tokens)]
-    texts = speculation.main(arguments)
+    texts = speculation.main([*arguments, "--device", device])
     assert re.search(rf"33 tokens in \d+ rounds of {tokens}", capsys.readouterr().out)
     spec = StateSpec(layers=3, heads=2, window_dtype=torch.float32)
-    model, _ = speculation.models(spec)
-    cache = StateCache(spec, slots=2)
+    model = speculation.models(spec)[0].to(device)
+    cache = StateCache(spec, slots=2, device=device)
     step = model.greedy(cache)
     for text in texts:
         slots = cache.indices(cache.allocate())
         said = []
         for n in range(len(text.prompt) + text.wanted - 1):
             token = text.prompt[n] if n < len(text.prompt) else said[-1]
-            said.append(int(step(slots, torch.tensor([token]))))
+            said.append(int(step(slots, torch.tensor([token], device=device))))
         assert text.generated == said[len(text.prompt) - 1 :]
         cache.release(cache.live)
     rounds = sum(text.rounds for text in texts)

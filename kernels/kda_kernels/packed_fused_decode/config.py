@@ -1,14 +1,15 @@
 """How packed_fused_decode's CUDA kernel cuts its work.
 
-Lives here: the table of schedules for two tokens a sequence and more, and how many of them are
-prepared together. One token a sequence is cut as fused_decode cuts it. Not here: the choice
-(schedule.py).
+Lives here: the tables of schedules, and how many tokens of a sequence are prepared together. Not
+here: the choice (schedule.py).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from kda_kernels.fused_decode import config as fused_config
 from kda_kernels.schedule import Schedule, Table
 
 MOST_TOKENS = 16
@@ -37,6 +38,16 @@ SCHEDULES: Table = {
         (math.inf, Schedule(4, 64, 3, 25)),
     ),
     ("kv", 2): ((0.3, Schedule(8, 32, 2, 25)), (math.inf, Schedule(8, 128, 1, 25))),
+}
+
+# One token a sequence is cut as fused_decode cuts as many rows, so that it has its very bits. In
+# layout kv finding the sequence takes the registers that a block more a processor would need.
+ONE_TOKEN: Table = {
+    (layout, itemsize): tuple(
+        (limit, replace(cut, min_blocks=cut.min_blocks - (layout == "kv")))
+        for limit, cut in choices
+    )
+    for (layout, itemsize), choices in fused_config.SCHEDULES.items()
 }
 
 # Where there are no clusters a block has a head to itself; these never ran.

@@ -19,10 +19,10 @@ from kda_kernels._cute import call
 from kda_kernels.contract.example import Kinds, example
 from kda_kernels.contract.spec import HEAD_DIM
 from kda_kernels.errors import UnsupportedError
-from kda_kernels.fused_decode import config as fused_config
 from kda_kernels.fused_decode import launch as fused_launch
 from kda_kernels.packed_fused_decode.config import (
     MOST_TOKENS,
+    ONE_TOKEN,
     SCHEDULES,
     STEP,
     WITHOUT_CLUSTERS,
@@ -136,7 +136,7 @@ def variant_of(
 def table(tokens: int, *, clusters: bool) -> Table:
     """Return the schedules for so many tokens a sequence, with or without clusters of blocks."""
     if tokens == 1:
-        return fused_config.SCHEDULES
+        return ONE_TOKEN
     return SCHEDULES if clusters else WITHOUT_CLUSTERS
 
 
