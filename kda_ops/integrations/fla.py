@@ -116,7 +116,7 @@ def obstacles(layer: Layer) -> Iterator[str]:
         yield "flash-linear-attention 0.5.1 or newer is needed, which keeps states as [V, K]"
     heads, values = layer.num_heads, layer.num_v_heads
     if heads != values:
-        yield f"grouped value attention, {values} value heads on {heads} of q and k; it serves as many"
+        yield f"grouped value attention, {values} value heads on {heads} of q and k"
     if (layer.head_k_dim, layer.head_v_dim) != (D, D):
         yield f"heads are {layer.head_k_dim} by {layer.head_v_dim}; it serves {D} by {D}"
     if not layer.use_short_conv:

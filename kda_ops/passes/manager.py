@@ -8,6 +8,7 @@ passes beside it (composition.py), switching it on (switch.py), and what is kept
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -114,9 +115,32 @@ def rewrite_graph(
         findings.append(finding)
         report(finding)
     remove_roundings(graph)
+    keep_rows(graph)
     if any(finding.operator for finding in findings):
         graph.lint()
     return findings
+
+
+def keep_rows(graph: Graph) -> None:
+    """Ask Inductor to leave the rows that operators read as they are.
+
+    On a GPU it pads the rows of what a projection writes, and copies each of a row's parts back for
+    an operator that needs its strides exactly. What such an operator reads is to dislike padding;
+    torch 2.11 and 2.13 mark the operator itself, but not what stands before it.
+    """
+    # Operators that write pools stand here as arguments of auto_functionalized.
+    readers = [
+        node
+        for node in graph.nodes
+        if any(getattr(x, "namespace", None) == "kda" for x in (node.target, *node.args[:1]))
+    ]
+    while readers:
+        for source in readers.pop().all_input_nodes:
+            # Its strides are settled while the first of its readers is lowered.
+            for node in (source, *source.users):
+                node.meta["dislike_padding"] = True
+            if source.target is operator.getitem or getattr(source.target, "is_view", False):
+                readers.append(source)
 
 
 def standing(same: dict[Node, Node]) -> dict[Node, Node]:

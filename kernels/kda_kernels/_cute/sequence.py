@@ -30,6 +30,9 @@ from kda_kernels._cute.token import (
 from kda_kernels.contract.spec import HEAD_DIM as D
 
 HISTORY = convolution.HISTORY
+STEP = 4
+"""Tokens that are prepared at once. With three or more the history of the next ones is all in the
+packed rows."""
 ROWS_SENT = 3
 """Of a token: q, k and v, which one block of a cluster makes for all."""
 TOKENS_ARRIVED, OUTPUTS_ARRIVED = 0, 1
@@ -140,14 +143,15 @@ def write_window(
         if const_expr(v.by_channel):
             for c, j in const_expr(list(itertools.product(range(count), range(newest)))):
                 whole[c, j] = columns[c, j + 1]
-            for c, t in const_expr(list(itertools.product(range(count), range(v.step)))):
+            most = const_expr(min(STEP, v.columns - newest))
+            for c, t in const_expr(list(itertools.product(range(count), range(most)))):
                 old, fresh = whole[c, t + newest], columns[c, t + HISTORY]
                 whole[c, t + newest] = cutlass.select_(t < length, fresh, old)
             convolution.write_whole(slot_window, at, form, whole)
         else:
             for j in cutlass.range_constexpr(newest):
                 convolution.write_column(slot_window, at, channels, j, form, columns[None, j + 1])
-    for t in cutlass.range_constexpr(v.step):
+    for t in cutlass.range_constexpr(STEP):
         column = start + t + newest
         alone = start + t < length
         if const_expr(v.by_channel):
@@ -167,7 +171,7 @@ def prepare_part(
     memory: Constexpr,
     v: Constexpr,
 ) -> None:
-    """Make q, k or v of ``v.step`` tokens with one warp, and move their window.
+    """Make q, k or v of ``STEP`` tokens with one warp, and move their window.
 
     Tokens past the sequence's end are read as its last row, and not made.
 
@@ -188,14 +192,14 @@ def prepare_part(
     per_part = Int32(i.x.shape[1]) // 3
     channel = head * D + lane * count
     at = part * per_part + channel
-    wide, held = const_expr(HISTORY + v.step), const_expr(max(v.columns, 1))
+    wide, held = const_expr(HISTORY + STEP), const_expr(max(v.columns, 1))
     columns = cute.make_rmem_tensor(
         cute.make_layout((count, wide), stride=(wide, 1)), i.x.element_type
     )
     whole = cute.make_rmem_tensor(
         cute.make_layout((count, held), stride=(held, 1)), i.x.element_type
     )
-    for t in cutlass.range_constexpr(v.step):
+    for t in cutlass.range_constexpr(STEP):
         row = cutlass.min(begin + start + t, begin + length - 1)
         offset = Int64(row) * i.x.stride[0] + at
         convolution.read_token(i.x.iterator, offset, form, columns[None, t + HISTORY])
@@ -210,7 +214,7 @@ def prepare_part(
     )
     number = const_expr(ROWS_OF_PARTS[part])
     # One token's code for all: each moves the columns on.
-    for t in range(cutlass.min(Int32(v.step), length - start)):
+    for t in range(cutlass.min(Int32(STEP), length - start)):
         made = convolution.silu_of_sum(taps, bias, history, columns[None, HISTORY])
         if const_expr(part < 2):
             make_unit(made, i.scale if part == 0 else None)
@@ -229,7 +233,7 @@ def prepare(
     memory: Constexpr,
     v: Constexpr,
 ) -> None:
-    """Make ``v.step`` tokens in shared memory, as one_token.prepare makes one.
+    """Make ``STEP`` tokens in shared memory, as one_token.prepare makes one.
 
     Args:
         i: the call.
@@ -242,7 +246,7 @@ def prepare(
     begin, length, _, start = span
     head, rank, warp, lane = place
     tokens = memory.tokens
-    here = cutlass.min(Int32(v.step), length - start)
+    here = cutlass.min(Int32(STEP), length - start)
     for part in cutlass.range_constexpr(3):
         # A part's window belongs to one warp of the cluster, which reads and writes it.
         if (rank == part % v.blocks) & (warp == part % v.schedule.warps):
@@ -266,12 +270,12 @@ def prepare_all(
     memory: Constexpr,
     v: Constexpr,
 ) -> None:
-    """Make all tokens of a sequence in shared memory, ``v.step`` at a time."""
+    """Make all tokens of a sequence in shared memory, ``STEP`` at a time."""
     begin, length, accepted = span
-    if const_expr(v.room == v.step):
+    if const_expr(v.room == STEP):
         prepare(i, slot_window, (begin, length, accepted, Int32(0)), place, memory, v)
     else:
-        for start in range(0, length, v.step):
+        for start in range(0, length, STEP):
             prepare(i, slot_window, (begin, length, accepted, start), place, memory, v)
 
 

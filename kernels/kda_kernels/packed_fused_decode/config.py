@@ -14,9 +14,8 @@ from kda_kernels.schedule import Schedule, Table
 
 MOST_TOKENS = 16
 """Of a sequence: what all of them need lies in shared memory together."""
-STEP = 4
-"""Tokens that are prepared at once, at most. With three or more the history of the next ones is all
-in the packed rows."""
+LEAST_ROOM = 4
+"""Tokens that there is room for where a sequence may have more than one."""
 
 # What was the fastest on an H200 (132 processors, T of 2, 4 and 8) of what needs no local memory.
 # The state stays in registers as float32 whatever its pool's type. Blocks of a cluster share the
@@ -25,7 +24,7 @@ SCHEDULES: Table = {
     ("vk", 4): (
         (0.3, Schedule(8, 4, 2, 25, 4)),
         (1, Schedule(8, 8, 2, 25, 4)),
-        (math.inf, Schedule(8, 16, 2, 25, 2)),
+        (math.inf, Schedule(4, 16, 4, 25, 2)),
     ),
     ("vk", 2): (
         (0.3, Schedule(8, 4, 2, 25, 4)),
@@ -62,5 +61,5 @@ WITHOUT_CLUSTERS: Table = {
 
 
 def room(tokens: int) -> int:
-    """Return how many tokens of a sequence there is shared memory for: a power of two."""
-    return 1 << (tokens - 1).bit_length()
+    """Return how many tokens of a sequence there is shared memory for: 1, or a power of two."""
+    return 1 if tokens == 1 else max(LEAST_ROOM, 1 << (tokens - 1).bit_length())

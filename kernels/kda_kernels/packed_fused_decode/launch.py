@@ -24,7 +24,6 @@ from kda_kernels.packed_fused_decode.config import (
     MOST_TOKENS,
     ONE_TOKEN,
     SCHEDULES,
-    STEP,
     WITHOUT_CLUSTERS,
     room,
 )
@@ -60,11 +59,6 @@ class Variant(fused_launch.Variant):
     """
 
     room: int
-
-    @property
-    def step(self) -> int:
-        """Tokens that are prepared at once."""
-        return min(self.room, STEP)
 
     @property
     def blocks(self) -> int:
@@ -143,7 +137,8 @@ def table(tokens: int, *, clusters: bool) -> Table:
 def matrix(*, overlap: bool = True) -> tuple[Variant, ...]:
     """Return the default variants: those of fused_decode, for one, two and four tokens.
 
-    Sequences in layout SD share a variant from four tokens on.
+    Windows in layout SD need none of their own for two tokens. One token is fused_decode's work, so
+    of those there are fewer: windows SD, the lower-bound gate.
 
     Args:
         overlap: as in :func:`variant_of`.
@@ -152,13 +147,15 @@ def matrix(*, overlap: bool = True) -> tuple[Variant, ...]:
     states, bounds, windows = (torch.float32, torch.bfloat16), (-5.0, None), ("SD", "DS")
     axes = itertools.product(IN_MATRIX, ("vk", "kv"), states, bounds, windows)
     for tokens, layout, state, bound, window in axes:
+        if tokens == 1 and (bound is None or window == "DS"):
+            continue
         scalars = {"state_layout": layout, "lower_bound": bound}
         kinds = Kinds(state=state, window=window)
         values = example(CONTRACT, {"T": tokens}, kinds, scalars)
         one = variant_of(values, torch.bfloat16, processors=1, overlap=overlap)
         cuts = every(table(tokens, clusters=overlap), layout, state.itemsize)
         found += [replace(one, schedule=cut) for cut in cuts]
-    return tuple(found)
+    return tuple(dict.fromkeys(found))
 
 
 def adapter(function: Callable[..., None], values: Mapping[str, Any]) -> Callable[..., None]:
