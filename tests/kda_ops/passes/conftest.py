@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
@@ -207,7 +208,9 @@ def capture(
         return compile_fx(module, example, inner_compile=inner, config_patches=patches)
 
     torch._dynamo.reset()
-    with torch.no_grad():
+    # Another test may have left the same graph in AOTAutograd's cache, compiled to the end.
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+    with torch.no_grad(), uncached:
         seen_output = torch.compile(function, backend=backend)(*arguments)
     seen[-1].output = seen_output
     return seen[-1]
