@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
@@ -209,10 +208,8 @@ def capture(
 
     torch._dynamo.reset()
     # Another test may have left the same graph in AOTAutograd's cache, compiled to the end.
-    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
-    with torch.no_grad(), uncached:
-        seen_output = torch.compile(function, backend=backend)(*arguments)
-    seen[-1].output = seen_output
+    with torch.no_grad(), torch._functorch.config.patch(enable_autograd_cache=False):
+        seen[-1].output = torch.compile(function, backend=backend)(*arguments)
     return seen[-1]
 
 
