@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import decode_calls
 import gpu_timing
 import harness
 import kda_ops
@@ -36,9 +37,8 @@ from kda_kernels.testing.cases import Case, clone, draw, exact, output_of, run_r
 from kda_kernels.testing.compare import assert_within_budget
 from kda_kernels.testing.ties import step_off_ties
 
-FUSED, SPECULATIVE = CONTRACTS[1:]
+SPECULATIVE = CONTRACTS[2]
 BY_ROW = ("x", "raw_gate", "raw_beta", "output_gate")
-ABSENT = frozenset({"t1_state_indices", "conv_bias"})
 TOLERANCE = 0.02
 """Largest difference of a peer's outputs from ours, relative to their norm."""
 
@@ -63,7 +63,6 @@ def values_of(cell: Cell, device: str) -> Values:
         sizes=sizes,
         state_dtype=STATE_DTYPES[cell.state],
         window=cell.window,
-        absent=ABSENT,
         scalars={"state_layout": cell.layout},
     )
     return draw(SPECULATIVE, case, device)
@@ -71,18 +70,9 @@ def values_of(cell: Cell, device: str) -> Values:
 
 def one_token(cell: Cell, device: str) -> Callable[[], Tensor]:
     """Return a call of fused_decode for as many rows as there are sequences."""
-    rows = cell.sequences
-    sizes = {"B": rows, "H": cell.heads, "S": rows + 1, "L": 3}
-    case = Case(
-        sizes=sizes,
-        state_dtype=STATE_DTYPES[cell.state],
-        window=cell.window,
-        absent=ABSENT,
-        scalars={"state_layout": cell.layout},
-    )
-    values = draw(FUSED, case, device)
-    output = output_of(FUSED, values)
-    return lambda: kda_ops.fused_kda_decode(**values, output=output)
+    size = (cell.heads, cell.sequences)
+    step = decode_calls.Cell("fused_decode", cell.layout, cell.state, *size, cell.window)
+    return decode_calls.public_call(step, decode_calls.values_of(step, device))[0]
 
 
 def few_of(values: Values, chosen: list[int]) -> Values:

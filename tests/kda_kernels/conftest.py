@@ -7,13 +7,15 @@ reference, on the compiled CPU kernel, through the registered torch operator and
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import kda_ops  # noqa: F401 - registers torch.ops.kda
+import kda_ops
+from kda_kernels._cute.target import target_of
 from kda_kernels.contract.spec import Operator
 from kda_kernels.errors import OperatorError
 from kda_kernels.plan import CONTRACTS, cpu_kernel, launcher, reference
@@ -137,3 +139,15 @@ def sentences() -> Callable[[Operator], str]:
         return "\n".join(lines)
 
     return sentences
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a bundle for this machine's GPU with the packed_decode of 4 heads and 3 rows."""
+    directory = tmp_path_factory.mktemp("bundle")
+    target = target_of(torch.cuda.get_device_capability())
+    assert target is not None
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    sizes = {"heads": 4, "rows": 3, "processors": count}
+    kda_ops.warmup("packed_decode", arch=target.arch, bundle=directory, **sizes)
+    return directory

@@ -3,17 +3,10 @@
 Each test runs a process of its own, because what is asked is what a fresh one does.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
-import torch
 
-import kda_ops
 from kda_kernels import artifacts
-from kda_kernels._cute.target import target_of
+from kda_kernels.testing.process import report_of
 
 pytestmark = pytest.mark.multigpu
 
@@ -90,35 +83,14 @@ print(json.dumps(facts))
 
 
 def run(code, *arguments, **environment):
-    """What a fresh process reports; variables of None are taken away."""
-    wanted = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMON + code, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        stdin=subprocess.DEVNULL,
-        env=wanted,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    """What a fresh process reports."""
+    return report_of(COMMON + code, *arguments, **environment)
 
 
 @pytest.fixture(scope="module")
 def expected():
     """What a call gives in a process that uses the first device alone."""
     return run(BOTH, "0", KDA_BUNDLE=None, CUDA_VISIBLE_DEVICES="0")["results"][0]
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory):
-    """A bundle for the devices with the one variant that the calls here need."""
-    directory = tmp_path_factory.mktemp("bundle")
-    arch = target_of(torch.cuda.get_device_capability()).arch
-    count = torch.cuda.get_device_properties(0).multi_processor_count
-    kda_ops.warmup("packed_decode", heads=4, rows=3, arch=arch, processors=count, bundle=directory)
-    return directory
 
 
 @pytest.mark.parametrize("order", ["10", "01", "1"])

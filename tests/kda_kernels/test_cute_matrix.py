@@ -9,7 +9,6 @@ that the suite's workers get this file first.
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import re
 from dataclasses import replace
@@ -27,11 +26,7 @@ from kda_kernels._cute import parallel, resources
 from kda_kernels._cute.target import TARGETS
 from kda_kernels.plan import CONTRACTS
 
-OPERATORS = [
-    contract.name
-    for contract in CONTRACTS
-    if importlib.util.find_spec(f"kda_kernels.{contract.name}.launch") is not None
-]
+OPERATORS = [contract.name for contract in CONTRACTS]
 LAST_STEP = "cuda-to-binary"
 MACHINE, NOWHERE = "nvptx64-nvidia-cuda", "nowhere64-none-none"
 REGISTERS = 65536

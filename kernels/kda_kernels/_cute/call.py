@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from kda_kernels.contract.spec import HEAD_DIM
 
 OVERLAP_VARIABLE = "KDA_PDL"
 VECTOR_BYTES = 16
@@ -60,6 +63,16 @@ def are_aligned(rows: Sequence[tuple[Tensor, int]], *flat: Tensor | None) -> boo
 def slot_number(first_slot: int | None) -> int:
     """Return first_slot as the kernels take it: any integer, cut to what 62 bits hold."""
     return min(first_slot or 0, 1 << 62)
+
+
+def scalars(values: Mapping[str, Any]) -> tuple[float, float, int]:
+    """Return scale, lower_bound and first_slot of a call as every kernel takes them.
+
+    The softplus gate ignores its bound.
+    """
+    scale = HEAD_DIM**-0.5 if values["scale"] is None else float(values["scale"])
+    lower_bound = 0.0 if values["lower_bound"] is None else float(values["lower_bound"])
+    return scale, lower_bound, slot_number(values["first_slot"])
 
 
 def overlaps(can_overlap: bool) -> bool:

@@ -27,13 +27,31 @@ from kda_kernels.contract.spec import HEAD_DIM as D
 
 
 @cute.jit
-def expect(length: Int32, rank: Int32, thread: Int32, memory: Constexpr, v: Constexpr) -> None:
-    """Get ready to be sent tokens, and the outputs of those whose norm the block makes."""
+def make_ready(
+    i: Constexpr,
+    state_indices: cute.Tensor,
+    span: tuple[Int32, Int32, Int32],
+    where: tuple[Int64, Int64, Int64],
+    place: tuple[Int32, Int32, Int32, Int32],
+    first_slot: Int64,
+    memory: Constexpr,
+    v: Constexpr,
+) -> None:
+    """Make what the loop reads, and get ready for what other blocks of the cluster send.
+
+    They send tokens, and the outputs of those whose norm the block makes.
+    """
+    _, length, _ = span
+    home, _, line = where
+    _, rank, warp, lane = place
     if const_expr(v.blocks > 1):
         mine = (length + (v.blocks - 1) - rank) // v.blocks
-        numbers = (length * (ROWS_SENT * D), mine * D)
-        expected = (numbers[TOKENS_ARRIVED] * NUMBER_BYTES, numbers[OUTPUTS_ARRIVED] * NUMBER_BYTES)
-        cluster.start(memory.barriers, expected, thread)
+        tokens_bytes = length * (ROWS_SENT * D) * NUMBER_BYTES
+        outputs_bytes = mine * D * NUMBER_BYTES
+        cluster.start(memory.barriers, (tokens_bytes, outputs_bytes), warp * 32 + lane)
+    prepare_all(i, i.window(home), span, place, memory, v)
+    if warp == LAST_ROLE % v.schedule.warps:
+        put_slots(i, state_indices, line, length, lane, first_slot, memory.slots, v)
 
 
 def arrived(memory: Memory, what: int, v: Constexpr) -> None:
@@ -104,7 +122,7 @@ def advance_value_rows(
 ) -> None:
     """Layout vk: a warp owns value rows whole, so tokens follow each other without a barrier."""
     begin, length, _ = span
-    home, source, line = where
+    _, source, _ = where
     head, rank, warp, lane = place
     tokens, slots = memory.tokens, memory.slots
     blocks = const_expr(v.blocks)
@@ -113,10 +131,7 @@ def advance_value_rows(
     cut = const_expr(value_rows.Cut(STATE_BITS, batch))
     group, key = lane // cut.lanes, lane % cut.lanes
     first = (rank * v.schedule.warps + warp) * tile
-    expect(length, rank, warp * 32 + lane, memory, v)
-    prepare_all(i, i.window(home), span, place, memory, v)
-    if warp == LAST_ROLE % v.schedule.warps:
-        put_slots(i, state_indices, line, length, lane, first_slot, slots, v)
+    make_ready(i, state_indices, span, where, place, first_slot, memory, v)
     S = value_rows.view(i.state_of(source, head), cut)
     state = device.converted(value_rows.load(S, first + group, key, whole), Float32)
     device.let_the_next_kernel_start(v.overlaps)
@@ -163,7 +178,7 @@ def advance_key_rows(
 ) -> None:
     """Layout kv: a warp owns key rows; sums of two tokens in turn have their own memory."""
     begin, length, _ = span
-    home, source, line = where
+    _, source, _ = where
     head, rank, warp, lane = place
     tokens, slots = memory.tokens, memory.slots
     blocks = const_expr(v.blocks)
@@ -171,10 +186,7 @@ def advance_key_rows(
     vector = const_expr(cut.vector)
     group, column = lane // cut.lanes, lane % cut.lanes
     first, columns = warp * cut.keys + group, rank * v.schedule.tile
-    expect(length, rank, warp * 32 + lane, memory, v)
-    prepare_all(i, i.window(home), span, place, memory, v)
-    if warp == LAST_ROLE % v.schedule.warps:
-        put_slots(i, state_indices, line, length, lane, first_slot, slots, v)
+    make_ready(i, state_indices, span, where, place, first_slot, memory, v)
     S = key_rows.view(i.state_of(source, head), cut)
     state = device.converted(key_rows.load(S, first, rank * cut.lanes + column, cut), Float32)
     device.let_the_next_kernel_start(v.overlaps)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kda_kernels._cute import call
 from kda_kernels.contract.example import Kinds, example
-from kda_kernels.contract.spec import HEAD_DIM
 from kda_kernels.fused_decode.config import SCHEDULES
 from kda_kernels.fused_decode.contract import CONTRACT
 from kda_kernels.schedule import Schedule, choose, every
@@ -83,26 +82,43 @@ def variant_of(
         overlap: whether launches can overlap on the device.
     """
     state, x, layout = values["state"], values["x"], values["state_layout"]
-    weight, window, indices = values["weight"], values["conv_state"], values["state_indices"]
-    gate = values["raw_gate"]
-    tensors = {name: values.get(name) for name in TENSORS}
-    tensors["A_log"] = call.at_least_one_axis(values["A_log"])
-    flat = (weight, values["dt_bias"], values["conv_bias"])
     return Variant(
-        layout=layout,
         schedule=choose(
             SCHEDULES, layout, state.element_size(), x.shape[0], state.shape[1], processors
         ),
-        softplus=values["lower_bound"] is None,
-        wraps=indices is not None and values["first_slot"] is None,
-        overlaps=call.overlaps(overlap),
-        aligned=call.are_aligned(((x, 0), (gate, call.row_axis(gate.dim()))), *flat),
-        columns=window.shape[2],
-        by_channel=window.stride(1) != 1,
-        taps_last=weight.stride(2) != 1,
-        types=call.dtypes(tensors) | {"output": call.dtype_name(output)},
-        ranks=call.ranks(tensors) | {"output": 4},
+        wraps=values["state_indices"] is not None and values["first_slot"] is None,
+        columns=values["conv_state"].shape[2],
+        **shared_fields({name: values.get(name) for name in TENSORS}, values, output, overlap),
     )
+
+
+def shared_fields(
+    tensors: Mapping[str, Tensor | None],
+    values: Mapping[str, Any],
+    output: torch.dtype,
+    overlap: bool,
+) -> dict[str, Any]:
+    """Return the fields that are read off a call of either fused operator alike.
+
+    Args:
+        tensors: those that the compiled function takes, by name, absent ones as None.
+        values: the contract's arguments by name.
+        output: type of the output.
+        overlap: whether launches can overlap on the device.
+    """
+    x, gate, weight = values["x"], values["raw_gate"], values["weight"]
+    given = {**tensors, "A_log": call.at_least_one_axis(values["A_log"])}
+    flat = (weight, values["dt_bias"], values["conv_bias"])
+    return {
+        "layout": values["state_layout"],
+        "softplus": values["lower_bound"] is None,
+        "overlaps": call.overlaps(overlap),
+        "aligned": call.are_aligned(((x, 0), (gate, call.row_axis(gate.dim()))), *flat),
+        "by_channel": values["conv_state"].stride(1) != 1,
+        "taps_last": weight.stride(2) != 1,
+        "types": call.dtypes(given) | {"output": call.dtype_name(output)},
+        "ranks": call.ranks(given) | {"output": 4},
+    }
 
 
 def matrix(*, overlap: bool = True) -> tuple[Variant, ...]:
@@ -130,9 +146,7 @@ def adapter(function: Callable[..., None], values: Mapping[str, Any]) -> Callabl
 
     Scalars are part of a signature, so they are worked out here, once.
     """
-    scale = HEAD_DIM**-0.5 if values["scale"] is None else float(values["scale"])
-    lower_bound = 0.0 if values["lower_bound"] is None else float(values["lower_bound"])
-    first_slot = call.slot_number(values["first_slot"])
+    scale, lower_bound, first_slot = call.scalars(values)
     norm_eps = float(values["norm_eps"])
     flat = values["A_log"].dim() > 0
 

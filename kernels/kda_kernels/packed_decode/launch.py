@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kda_kernels._cute import call
 from kda_kernels.contract.example import Kinds, example
-from kda_kernels.contract.spec import HEAD_DIM
 from kda_kernels.packed_decode.config import SCHEDULES
 from kda_kernels.packed_decode.contract import CONTRACT
 from kda_kernels.schedule import Schedule, choose, every
@@ -138,9 +137,7 @@ def adapter(function: Callable[..., None], values: Mapping[str, Any]) -> Callabl
 
     Scalars are part of a signature, so they are worked out here, once.
     """
-    scale = HEAD_DIM**-0.5 if values["scale"] is None else float(values["scale"])
-    lower_bound = 0.0 if values["lower_bound"] is None else float(values["lower_bound"])
-    first_slot = call.slot_number(values["first_slot"])
+    scale, lower_bound, first_slot = call.scalars(values)
     flat = values["A_log"].dim() > 0
 
     def packed_decode(

@@ -1,7 +1,7 @@
 """How packed_fused_decode's CUDA kernel cuts its work.
 
-Lives here: the tables of schedules, and how many tokens of a sequence are prepared together. Not
-here: the choice (schedule.py).
+Lives here: the tables of schedules, and how many tokens of a sequence there is room for. Not here:
+the choice (schedule.py).
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kda_kernels._cute import call
 from kda_kernels.contract.example import Kinds, example
-from kda_kernels.contract.spec import HEAD_DIM
 from kda_kernels.errors import UnsupportedError
 from kda_kernels.fused_decode import launch as fused_launch
 from kda_kernels.packed_fused_decode.config import (
@@ -85,45 +84,24 @@ def variant_of(
     Raises:
         UnsupportedError: a sequence may have more than 16 tokens.
     """
-    state, indices, window = values["state"], values["state_indices"], values["conv_state"]
-    (sequences, tokens), heads = indices.shape, state.shape[1]
+    state, layout, window = values["state"], values["state_layout"], values["conv_state"]
+    (sequences, tokens), heads = values["state_indices"].shape, state.shape[1]
     if tokens > MOST_TOKENS:
         rule = f"[N, T] with T of at most {MOST_TOKENS} tokens on cuda"
         raise UnsupportedError(CONTRACT.name, "state_indices", rule, f"T = {tokens}")
     tensors = {name: values.get(name) for name in TENSORS}
-    tensors["A_log"] = call.at_least_one_axis(values["A_log"])
     if tokens > 1:
         tensors["t1_state_indices"] = None
+    shared = fused_launch.shared_fields(tensors, values, output, overlap)
     # As fused_decode is cut for as many rows, so that one token a sequence has its very bits.
     rows = values["x"].shape[0] if tokens == 1 else max(sequences, 1)
+    cuts = table(tokens, clusters=overlap)
     return Variant(
-        layout=values["state_layout"],
-        schedule=choose(
-            table(tokens, clusters=overlap),
-            values["state_layout"],
-            state.element_size(),
-            rows,
-            heads,
-            processors,
-        ),
-        softplus=values["lower_bound"] is None,
+        schedule=choose(cuts, layout, state.element_size(), rows, heads, processors),
         wraps=values["first_slot"] is None,
-        overlaps=call.overlaps(overlap),
-        aligned=call.are_aligned(
-            (
-                (values["x"], 0),
-                (values["raw_gate"], call.row_axis(values["raw_gate"].dim())),
-            ),
-            values["weight"],
-            values["dt_bias"],
-            values["conv_bias"],
-        ),
-        columns=window.shape[2] if tokens == 1 or window.stride(1) != 1 else 0,
-        by_channel=window.stride(1) != 1,
-        taps_last=values["weight"].stride(2) != 1,
-        types=call.dtypes(tensors) | {"output": call.dtype_name(output)},
-        ranks=call.ranks(tensors) | {"output": 4},
+        columns=window.shape[2] if tokens == 1 or shared["by_channel"] else 0,
         room=room(tokens),
+        **shared,
     )
 
 
@@ -163,9 +141,7 @@ def adapter(function: Callable[..., None], values: Mapping[str, Any]) -> Callabl
 
     Scalars are part of a signature, so they are worked out here, once.
     """
-    scale = HEAD_DIM**-0.5 if values["scale"] is None else float(values["scale"])
-    lower_bound = 0.0 if values["lower_bound"] is None else float(values["lower_bound"])
-    first_slot = call.slot_number(values["first_slot"])
+    scale, lower_bound, first_slot = call.scalars(values)
     norm_eps = float(values["norm_eps"])
     flat = values["A_log"].dim() > 0
     one_token = values["state_indices"].shape[1] == 1
