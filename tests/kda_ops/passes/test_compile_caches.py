@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import kda_ops
 
 PROGRAM = """
 import importlib.util, json, sys
@@ -53,3 +56,12 @@ def test_the_first_process_matches_and_bypasses_no_cache(runs):
 
 def test_the_second_process_hits_both_caches_and_stays_right(runs):
     assert (runs[1]["fx"], runs[1]["aot"], runs[1]["graphs"]) == (1, 1, 0)
+
+
+def test_a_test_captures_its_graph_though_another_has_left_it_compiled(step):
+    spelling = step.Spelling()
+    layer, inputs = step.StepLayer(spelling), step.inputs(spelling)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(layer, options=kda_ops.inductor_options())(*inputs)
+    assert step.capture(step.StepLayer(spelling), *step.inputs(spelling)).findings
