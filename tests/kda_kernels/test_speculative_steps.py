@@ -210,6 +210,24 @@ def test_bounds_outside_the_packed_rows_are_clamped_and_reach_no_memory(run, cal
     assert_same_bits(nothing["state"], plain["state"], "state")
 
 
+def test_rows_before_the_first_sequence_are_null_too(run, call):
+    # A caller promises to start at 0; whoever does not gets zeros, and the rest is right.
+    for tokens in (1, 3):
+        values = call(SPECULATIVE, T=tokens, N=2, R=2 * tokens + 2, S=9)
+        values["t1_state_indices"] = None
+        values["query_start_loc"] = int32(2, 2 + tokens, 2 + 2 * tokens)
+        cut = clone(values) | {"query_start_loc": int32(0, tokens, 2 * tokens)}
+        for name in ("x", "raw_gate", "raw_beta", "output_gate"):
+            axis = 0 if name == "x" or values[name].dim() == 2 else values[name].dim() - 3
+            axis = values[name].dim() - 2 if name == "raw_beta" else axis
+            cut[name] = values[name].narrow(axis, 2, 2 * tokens)
+        output = run(SPECULATIVE, values)
+        assert_same_bits(output[0, :2], torch.zeros_like(output[0, :2]), "null rows")
+        assert_same_bits(output[0, 2:], run(SPECULATIVE, cut)[0], "live rows")
+        for name in ("state", "conv_state"):
+            assert_same_bits(values[name], cut[name], name)
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 def test_both_gates_and_both_pools_serve_every_number_of_tokens(run, call, tokens):
     for lower_bound in (-5.0, None):

@@ -97,8 +97,11 @@ def kernel(
             home, here = sequence.destination(i, state_indices, line, Int32(0), first_slot, v)
             source, there = sequence.destination(i, state_indices, line, accepted, first_slot, v)
             live = here & there
-    # First, so that the bounds need no registers afterwards. Rows of no sequence are shared out
-    # among all of them.
+    # First, so that the bounds need no registers afterwards. Rows behind the last sequence are
+    # shared out among all; rows before the first, which a caller promised not to have, are its own.
+    if const_expr(not v.by_row):
+        if n == 0:
+            zero_rows(i, head, Int32(0), begin, Int32(1), thread)
     zero_rows(i, head, begin + cutlass.select_(live, length, Int32(0)), end, Int32(1), thread)
     zero_rows(i, head, used + n, rows, cutlass.max(turns, 1), thread)
     memory = reserve(state.element_type.width, v)
