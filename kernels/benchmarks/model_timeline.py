@@ -3,8 +3,10 @@
 Lives here: telling kernels apart by name and place. Not here: how a timeline is recorded
 (gpu_timing.py) and the model (stack.py).
 
-Projections are the kernels of matrix products, by name. Of the others those that run between a
-layer's first and last product are the KDA part; the rest are norms and residuals between layers.
+Projections are the kernels of matrix products, by name, and copies right before them: a product
+that adds starts as a copy of what it adds to, which is how Inductor calls the one behind which
+stands the residual. Of the others those that run between a layer's first and last product are the
+KDA part; the rest are norms and residuals between layers.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ from gpu_timing import Launch
 _PRODUCT = re.compile(
     r"gemm|gemv|nvjet|xmma|splitk|cublas|triton_tem|memset|(?<!kernel_)cutlass", re.IGNORECASE
 )
+
+_COPY = "Memcpy DtoD"
+"""How the profiler calls a copy from the device to itself."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +77,10 @@ def read(launches: Sequence[Launch], layers: int) -> Parts:
     inside: set[int] = set()
     for first in range(0, len(places), each):
         inside.update(range(places[first], places[first + each - 1]))
-    kda = inside.difference(places)
+    copies = {i - 1 for i in places if i and launches[i - 1].name.startswith(_COPY)}
+    kda = inside - copies - set(places)
     total = sum(launch.us for launch in launches)
-    projections = sum(launches[i].us for i in places)
+    projections = sum(launches[i].us for i in copies.union(places))
     of_kda = sum(launches[i].us for i in kda)
     return Parts(
         projections=projections,

@@ -93,6 +93,13 @@ def test_kernels_between_a_layer_s_first_and_last_product_are_the_kda_part():
     )
 
 
+def test_a_copy_right_before_a_product_is_what_the_product_adds_to():
+    copy = "Memcpy DtoD (Device -> Device)"
+    layer = ("some_gemm", copy, "kernel_cutlass_fused_value_rows", copy, "some_gemm")
+    parts = model_timeline.read(launches(*layer, *layer), layers=2)
+    assert (parts.projections, parts.kda, parts.kda_kernels) == (48.0, 32.0, 4)
+
+
 def test_products_that_cannot_be_dealt_to_the_layers_are_refused_by_name():
     with pytest.raises(ValueError, match=r"1 products in 2 layers.*mysterious"):
         model_timeline.read(launches("some_gemm", "mysterious"), layers=2)

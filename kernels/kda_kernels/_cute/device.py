@@ -7,7 +7,7 @@ Not here: kernels and schedules (<op>/cute.py, <op>/config.py).
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Constexpr, Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -185,6 +185,22 @@ def opaque(pointer: cute.Pointer, alignment: int) -> cute.Pointer:
     """Return a pointer to global memory whose parts the compiler cannot tell apart."""
     address = launder_address(pointer.toint())
     return cute.make_ptr(pointer.dtype, address, cute.AddressSpace.gmem, assumed_align=alignment)
+
+
+@dsl_user_op
+def register(name: Constexpr, *, loc: object = None, ip: object = None) -> Int32:
+    """Read a special register again, so that nothing has to keep its value until here."""
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [],
+            f"mov.u32 $0, %{name};",
+            "=r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
 
 
 def vector(base: cute.Pointer, offset: Int64, count: int, alignment: int) -> cute.Tensor:

@@ -17,6 +17,10 @@ from kda_kernels._cute import device
 from kda_kernels._cute.call import VECTOR_BYTES
 from kda_kernels.contract.spec import HEAD_DIM
 
+ROWS_BETWEEN_SYNCS = 4
+"""Of a state that goes through several tokens. The warp has nothing to wait for there: it keeps the
+compiler from reading the factors of all rows ahead, for which registers are too few."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -134,6 +138,8 @@ def put_sums(
         both[j] = Float32(0.0)
     factor = cute.make_rmem_tensor((4,), Float32)
     for i in range(cut.held):
+        if keep and i and i % ROWS_BETWEEN_SYNCS == 0:
+            cute.arch.sync_warp()
         cute.autovec_copy(factors[None, first + i * together], factor)
         for j in range(vector):
             decayed = Float32(tile[j, i]) * factor[0]
@@ -182,6 +188,8 @@ def update(
     """Turn the state, or S' where it is ``decayed`` already, into S' + k bu^T in place."""
     factor = cute.make_rmem_tensor((4,), Float32)
     for i in range(cut.held):
+        if decayed and i and i % ROWS_BETWEEN_SYNCS == 0:
+            cute.arch.sync_warp()
         device.launder_packed(tile[None, i])
         cute.autovec_copy(factors[None, first + i * cut.together], factor)
         for j in range(cut.vector):

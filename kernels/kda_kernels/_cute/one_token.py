@@ -5,6 +5,8 @@ in either layout, the norm by one warp at the end. Not here: which row, slot and
 block has (<op>/cute.py), the passes in their parts (value_rows.py, key_rows.py).
 """
 
+from typing import Any
+
 import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
@@ -12,6 +14,7 @@ from cutlass.memory import SmemAllocator
 from kda_kernels._cute import convolution, device, key_rows, value_rows
 from kda_kernels._cute.token import (
     DECAY,
+    MADE,
     ROWS_OF_PARTS,
     K,
     Q,
@@ -23,8 +26,8 @@ from kda_kernels._cute.token import (
     make_unit,
     put,
     put_beta,
-    put_decay,
-    put_gain,
+    put_decays,
+    put_gains,
     token_of,
 )
 from kda_kernels.contract.spec import HEAD_DIM as D
@@ -70,10 +73,11 @@ def prepare(
                 make_unit(made, i.scale if part == 0 else None)
             put(token.rows[ROWS_OF_PARTS[part]], made, lane)
     if warp == 3 % v.schedule.warps:
-        put_decay(token, i, row, head, lane, v)
+        put_decays((token,), i, (row,), head, lane, v)
     if warp == 4 % v.schedule.warps:
-        put_gain(token, i, row, head, lane, v)
-        put_beta(token, i, row, head, lane, v)
+        put_gains((token,), i, (row,), head, lane, v)
+        if lane == 0:
+            put_beta(token, i, row, head, v)
 
 
 @cute.jit
@@ -85,12 +89,12 @@ def advance_value_rows(
     v: Constexpr,
 ) -> None:
     """Layout vk: a warp owns value rows whole and finishes them in batches."""
-    row, head, warp, lane = place
+    _, head, warp, lane = place
     tile, batch = const_expr(v.schedule.tile), const_expr(v.schedule.batch or v.schedule.tile)
     whole = const_expr(value_rows.Cut(i.state.element_type.width, tile))
     cut = const_expr(value_rows.Cut(i.state.element_type.width, batch))
     group, key = lane // cut.lanes, lane % cut.lanes
-    token, made = smem
+    token = smem
     ingredients = (i, i.window(slot), place, token, v)
     S = value_rows.view(i.state_of(slot, head), cut)
     first = warp * tile
@@ -108,8 +112,8 @@ def advance_value_rows(
     for r, registers in ((DECAY, d), (K, k), (Q, q)):
         source = cute.make_tensor(token.rows[r].iterator, by_lane)
         cute.autovec_copy(source[None, key], registers)
-    kq = dot_of_units(token, lane)
-    b = token.betas[0]
+    kq, made = dot_of_units(token, lane), token.rows[MADE]
+    b = token.beta[0]
     for n in cutlass.range_constexpr(tile // batch):
         start = first + n * batch
         mine = start + cut.finished(key, group)
@@ -127,8 +131,10 @@ def advance_value_rows(
         value_rows.update(part, d, k, bu, group, cut)
         value_rows.store(part, S, start + group, key, cut)
     cute.arch.sync_threads()
-    if warp == v.schedule.warps - 1:
-        finish(made, token, i.target(row, head), lane, i.norm_eps)
+    # Found out again: nothing has to keep it all the while.
+    thread = device.register("tid.x")
+    if thread // 32 == v.schedule.warps - 1:
+        finish(token, i, device.register("ctaid.x"), thread % 32)
 
 
 @cute.jit
@@ -140,11 +146,11 @@ def advance_key_rows(
     v: Constexpr,
 ) -> None:
     """Layout kv: a warp owns key rows, and all warps finish the sums of all value columns."""
-    row, head, warp, lane = place
+    _, head, warp, lane = place
     cut = const_expr(key_rows.Cut(i.state.element_type.width, v.schedule.warps, v.schedule.tile))
     vector = const_expr(cut.vector)
     group, column = lane // cut.lanes, lane % cut.lanes
-    token, partial, made = smem
+    token, partial = smem
     factors = cute.make_tensor(token.base, cute.make_layout((4, D)))
     ingredients = (i, i.window(slot), place, token, v)
     S = key_rows.view(i.state_of(slot, head), cut)
@@ -160,11 +166,11 @@ def advance_key_rows(
     cute.arch.sync_threads()
     sk = key_rows.get_sums(partial, 0, column, cut)
     bu = cute.make_rmem_tensor((vector,), Float32)
-    b = token.betas[0]
+    b = token.beta[0]
     for j in cutlass.range_constexpr(vector):
         bu[j] = b * (token.rows[V][column * vector + j] - sk[j])
     if warp == 0:
-        kq = dot_of_units(token, lane)
+        kq, made = dot_of_units(token, lane), token.rows[MADE]
         sq = key_rows.get_sums(partial, 1, column, cut)
         if group == 0:
             for j in cutlass.range_constexpr(vector):
@@ -172,20 +178,18 @@ def advance_key_rows(
         cute.arch.sync_warp()
     key_rows.update(tile, factors, first, bu, cut)
     key_rows.store(tile, S, first, column, cut)
-    if warp == 0:
-        finish(made, token, i.target(row, head), lane, i.norm_eps)
+    thread = device.register("tid.x")
+    if thread < 32:
+        finish(token, i, device.register("ctaid.x"), thread)
 
 
-def value_rows_memory(smem: SmemAllocator) -> tuple[object, ...]:
+def value_rows_memory(smem: SmemAllocator) -> Any:  # noqa: ANN401 - a layout's own
     """Reserve what ``advance_value_rows`` takes."""
-    token = token_of(Tokens(smem, 1, by_key=False), 0)
-    return token, smem.allocate_tensor(Float32, cute.make_layout((D,)), byte_alignment=16)
+    return token_of(Tokens(smem, 1, by_key=False), 0)
 
 
-def key_rows_memory(smem: SmemAllocator, width: int, v: Constexpr) -> tuple[object, ...]:
+def key_rows_memory(smem: SmemAllocator, width: int, v: Constexpr) -> Any:  # noqa: ANN401
     """Reserve what ``advance_key_rows`` takes, for a state of elements of ``width`` bits."""
     token = token_of(Tokens(smem, 1, by_key=True), 0)
     cut = key_rows.Cut(width, v.schedule.warps, v.schedule.tile)
-    partial = key_rows.partial_sums(smem, cut)
-    made = smem.allocate_tensor(Float32, cute.make_layout((D,)), byte_alignment=16)
-    return token, partial, made
+    return token, key_rows.partial_sums(smem, cut)

@@ -21,10 +21,9 @@ from kda_kernels._cute.token import (
     Tokens,
     form_of,
     make_unit,
-    put_beta,
-    put_decay,
+    put_decays,
     put_everywhere,
-    put_gain,
+    put_gains,
     token_of,
 )
 from kda_kernels.contract.spec import HEAD_DIM as D
@@ -39,7 +38,7 @@ TOKENS_ARRIVED, OUTPUTS_ARRIVED = 0, 1
 """Barriers of a block in a cluster."""
 NUMBER_BYTES = 4
 LAST_ROLE = 5
-"""Of those that prepare a sequence: q, k, v, the decays, the gains and, last, the slots."""
+"""Of those that prepare a sequence: q, k, v, the decays, the gains and, last, betas and slots."""
 STATE_BITS = 32
 """Of an element of the state in registers."""
 
@@ -50,15 +49,13 @@ class Memory:
 
     Attributes:
         tokens: of the sequence.
-        slots: of their checkpoints, -1 where a token has none.
-        made: what the recurrence made of them, (128, token).
+        length: of the sequence.
         sums: of the warps, for two tokens in turn, in layout kv.
         barriers: what other blocks of the cluster send is counted there, if there are any.
     """
 
     tokens: Tokens
-    slots: Any
-    made: Any
+    length: Any
     sums: Any
     barriers: Any
 
@@ -66,24 +63,29 @@ class Memory:
 def reserve(smem: SmemAllocator, v: Constexpr) -> Memory:
     """Reserve what a block needs."""
     tokens = Tokens(smem, v.room, by_key=v.layout == "kv")
-    slots = smem.allocate_tensor(Int64, cute.make_layout(v.room), byte_alignment=16)
-    layout = cute.make_layout((D, v.room), stride=(1, D))
-    made = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+    length = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
     sums = None
     if v.layout == "kv":
         cut = key_rows.Cut(STATE_BITS, v.schedule.warps, v.schedule.tile)
         size = key_rows.size_of_partial_sums(cut)
         both = cute.make_layout((size, 2), stride=(1, size))
         sums = smem.allocate_tensor(Float32, both, byte_alignment=16)
-    return Memory(tokens, slots, made, sums, cluster.reserve(smem, 2) if v.blocks > 1 else None)
+    return Memory(tokens, length, sums, cluster.reserve(smem, 2) if v.blocks > 1 else None)
 
 
-def destination(
-    i: Inputs, state_indices: cute.Tensor, line: Int64, t: Int32, first_slot: Int64, v: Constexpr
-) -> tuple[Int64, Any]:
-    """Return the slot of a token's checkpoint, and whether it has one."""
-    at = line + Int64(t) * state_indices.stride[1]
-    return device.slot_at(state_indices, at, Int64(i.state.shape[0]), first_slot, v.wraps)
+def slot_of_lane(
+    i: Inputs, state_indices: cute.Tensor, n: Int32, lane: Int32, first_slot: Int64, v: Constexpr
+) -> Int32:
+    """Return the slot of the checkpoint of a sequence's token ``lane``, -1 where it has none.
+
+    Lanes beyond the last token get its slot. A live slot is below 2**31: a larger pool would not
+    fit any memory.
+    """
+    t = cutlass.min(lane, Int32(state_indices.shape[1]) - 1)
+    at = Int64(n) * state_indices.stride[0] + Int64(t) * state_indices.stride[1]
+    slots = Int64(i.state.shape[0])
+    slot, kept = device.slot_at(state_indices, at, slots, first_slot, v.wraps)
+    return cutlass.select_(kept, Int32(slot), Int32(-1))
 
 
 @cute.jit
@@ -246,19 +248,21 @@ def prepare(
     begin, length, _, start = span
     head, rank, warp, lane = place
     tokens = memory.tokens
-    here = cutlass.min(Int32(STEP), length - start)
     for part in cutlass.range_constexpr(3):
         # A part's window belongs to one warp of the cluster, which reads and writes it.
         if (rank == part % v.blocks) & (warp == part % v.schedule.warps):
             prepare_part(i, slot_window, span, (head, lane), part, memory, v)
+    # There is room for whole steps: what is made of the last row again is not read.
     if warp == 3 % v.schedule.warps:
-        for t in range(here):
-            put_decay(token_of(tokens, start + t), i, begin + start + t, head, lane, v)
+        numbers = const_expr(range(STEP))
+        rows = tuple(begin + cutlass.min(start + t, length - 1) for t in numbers)
+        put_decays(tuple(token_of(tokens, start + t) for t in numbers), i, rows, head, lane, v)
     if warp == 4 % v.schedule.warps:
-        for t in range(here):
-            put_beta(token_of(tokens, start + t), i, begin + start + t, head, lane, v)
-            if (start + t) % v.blocks == rank:
-                put_gain(token_of(tokens, start + t), i, begin + start + t, head, lane, v)
+        # A token's norm is made in one block of the cluster.
+        numbers = const_expr(range(0, STEP, v.blocks))
+        rows = tuple(begin + cutlass.min(start + t + rank, length - 1) for t in numbers)
+        mine = tuple(token_of(tokens, start + t + rank) for t in numbers)
+        put_gains(mine, i, rows, head, lane, v)
 
 
 @cute.jit
@@ -277,20 +281,3 @@ def prepare_all(
     else:
         for start in range(0, length, STEP):
             prepare(i, slot_window, (begin, length, accepted, start), place, memory, v)
-
-
-@cute.jit
-def put_slots(
-    i: Constexpr,
-    state_indices: cute.Tensor,
-    line: Int64,
-    length: Int32,
-    lane: Int32,
-    first_slot: Int64,
-    slots: cute.Tensor,
-    v: Constexpr,
-) -> None:
-    """Leave the slot of every token's checkpoint in shared memory, -1 where it has none."""
-    if lane < length:
-        slot, kept = destination(i, state_indices, line, lane, first_slot, v)
-        slots[lane] = cutlass.select_(kept, slot, Int64(-1))

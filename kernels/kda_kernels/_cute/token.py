@@ -15,43 +15,50 @@ from kda_kernels._cute import cluster, convolution, device
 from kda_kernels._cute.call import VECTOR_BYTES
 from kda_kernels.contract.spec import HEAD_DIM as D
 
-DECAY, K, Q, V, GAIN = 0, 1, 2, 3, 4
-"""Where they lie in shared memory; key_rows reads the first three together."""
+DECAY, K, Q, V, GAIN, MADE = 0, 1, 2, 3, 4, 5
+"""Rows of a token: what the recurrence takes, the gain behind the norm, what the recurrence made.
+key_rows reads the first three together."""
 ROWS_OF_PARTS = (Q, K, V)
 """Where each part of x goes."""
-SIZE = 6 * D
-"""Numbers of a token: five rows, and a filler where keys lie side by side."""
 
 
 class Tokens:
-    """``count`` tokens in shared memory, each with its beta.
+    """``count`` tokens in shared memory, each with all that is its own in one piece.
 
     ``by_key`` puts decay, k, q and a filler of each key side by side, so that one access fetches
-    what a key row of the state needs; the other rows follow behind.
+    what a key row of the state needs; the other rows follow behind. Single numbers lie in fillers,
+    or behind the rows where there are none.
     """
 
     def __init__(self, smem: SmemAllocator, count: int, *, by_key: bool) -> None:
         """Reserve the memory."""
-        layout = cute.make_layout((SIZE, count), stride=(1, SIZE))
+        self.size = 7 * D if by_key else 6 * D + 4
+        layout = cute.make_layout((self.size, count), stride=(1, self.size))
         self.numbers = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        self.betas = smem.allocate_tensor(Float32, cute.make_layout(count), byte_alignment=16)
         self.by_key = by_key
 
 
 class Token:
-    """One token: ``rows`` of 128 by the names above, and ``betas[number]``."""
+    """One token: ``rows`` of 128 by the names above, and single numbers.
 
-    def __init__(
-        self, base: cute.Pointer, betas: cute.Tensor, number: int | Int32, *, by_key: bool
-    ) -> None:
+    They are ``beta``, the ``slot`` of its checkpoint, -1 where it has none, and ``place``, the row
+    of the call.
+    """
+
+    def __init__(self, base: cute.Pointer, *, by_key: bool) -> None:
         """See the memory at ``base`` as a token's."""
-        self.base, self.betas, self.number = base, betas, number
-        starts, step = ((0, 1, 2, 4 * D, 5 * D), 4) if by_key else (range(0, 5 * D, D), 1)
-        self.steps = steps = (step, step, step, 1, 1)
+        self.base = base
+        starts = (0, 1, 2, 4 * D, 5 * D, 6 * D) if by_key else tuple(range(0, 6 * D, D))
+        self.steps = (4, 4, 4, 1, 1, 1) if by_key else (1,) * 6
         self.rows = [
-            cute.make_tensor(self.base + at, cute.make_layout(D, stride=apart))
-            for at, apart in zip(starts, steps, strict=True)
+            cute.make_tensor(base + at, cute.make_layout(D, stride=apart))
+            for at, apart in zip(starts, self.steps, strict=True)
         ]
+        beta, slot, place = (3, 7, 11) if by_key else range(6 * D, 6 * D + 3)
+        one = cute.make_layout(1)
+        self.beta = cute.make_tensor(base + beta, one)
+        self.slot = cute.make_tensor(cute.recast_ptr(base + slot, dtype=Int32), one)
+        self.place = cute.make_tensor(cute.recast_ptr(base + place, dtype=Int32), one)
 
 
 def token_of(tokens: Tokens, number: int | Int32) -> Token:
@@ -59,7 +66,7 @@ def token_of(tokens: Tokens, number: int | Int32) -> Token:
     base = tokens.numbers[None, number].iterator
     if not isinstance(number, int):
         base = device.opaque_shared(base)
-    return Token(base, tokens.betas, number, by_key=tokens.by_key)
+    return Token(base, by_key=tokens.by_key)
 
 
 @dataclass(frozen=True)
@@ -152,41 +159,56 @@ def make_unit(values: cute.Tensor, scale: Float32 | None) -> None:
         values[c] = values[c] * unit
 
 
-def put_decay(token: Token, i: Inputs, row: Int32, head: Int32, lane: Int32, v: Constexpr) -> None:
-    """Make a token's decay."""
+def put_decays(
+    tokens: tuple[Token, ...],
+    i: Inputs,
+    rows: tuple[Int32, ...],
+    head: Int32,
+    lane: Int32,
+    v: Constexpr,
+) -> None:
+    """Make the decays of tokens, whose rows are all asked for before one is waited for."""
     count = convolution.CHANNELS
     channel = head * D + lane * count
-    at = Int64(row) * i.raw_gate.stride[v.row_axis("raw_gate")] + channel
-    a = device.read(i.raw_gate.iterator, at, count, v.aligned)
+    stride = i.raw_gate.stride[v.row_axis("raw_gate")]
+    offsets = [Int64(row) * stride + channel for row in rows]
+    gates = [device.read(i.raw_gate.iterator, at, count, v.aligned) for at in offsets]
     bias = device.read(i.dt_bias.iterator, Int64(channel), count, v.aligned)
     rate = cute.math.exp(device.element(i.A_log.iterator, Int64(head)))
-    for c in range(count):
-        a[c] = device.decay(a[c] + bias[c], rate, i.lower_bound, v.softplus)
-    put(token.rows[DECAY], a, lane)
+    for token, a in zip(tokens, gates, strict=True):
+        for c in range(count):
+            a[c] = device.decay(a[c] + bias[c], rate, i.lower_bound, v.softplus)
+        put(token.rows[DECAY], a, lane)
 
 
-def put_gain(token: Token, i: Inputs, row: Int32, head: Int32, lane: Int32, v: Constexpr) -> None:
-    """Make a token's gain behind the norm."""
+def put_gains(
+    tokens: tuple[Token, ...],
+    i: Inputs,
+    rows: tuple[Int32, ...],
+    head: Int32,
+    lane: Int32,
+    v: Constexpr,
+) -> None:
+    """Make the gains of tokens behind the norm, in the order of ``put_decays``."""
     count = convolution.CHANNELS
     channel = head * D + lane * count
-    at = Int64(row) * i.output_gate.stride[v.row_axis("output_gate")] + channel
-    gate = device.read(i.output_gate.iterator, at, count, False)
+    stride = i.output_gate.stride[v.row_axis("output_gate")]
+    offsets = [Int64(row) * stride + channel for row in rows]
+    gates = [device.read(i.output_gate.iterator, at, count, False) for at in offsets]
     weights = device.read(i.norm_weight.iterator, Int64(lane * count), count, False)
-    for c in range(count):
-        weights[c] = weights[c] * device.sigmoid(gate[c])
-    put(token.rows[GAIN], weights, lane)
+    for token, gate in zip(tokens, gates, strict=True):
+        for c in range(count):
+            gate[c] = weights[c] * device.sigmoid(gate[c])
+        put(token.rows[GAIN], gate, lane)
 
 
 @cute.jit
-def put_beta(
-    token: Constexpr, i: Constexpr, row: Int32, head: Int32, lane: Int32, v: Constexpr
-) -> None:
-    """Make a token's beta."""
-    axis, betas, number = const_expr(v.beta_axis), token.betas, token.number
+def put_beta(token: Constexpr, i: Constexpr, row: Int32, head: Int32, v: Constexpr) -> None:
+    """Make a token's beta, and keep which row it has."""
+    axis, beta, place = const_expr(v.beta_axis), token.beta, token.place
+    place[0] = row
     at = Int64(row) * i.raw_beta.stride[axis] + Int64(head) * i.raw_beta.stride[axis + 1]
-    logit = device.element(i.raw_beta.iterator, at)
-    if lane == 0:
-        betas[number] = device.sigmoid(logit)
+    beta[0] = device.sigmoid(device.element(i.raw_beta.iterator, at))
 
 
 def dot_of_units(token: Token, lane: Int32) -> Float32:
@@ -198,26 +220,17 @@ def dot_of_units(token: Token, lane: Int32) -> Float32:
     return device.lane_sum(total, 32)
 
 
-def finish(
-    made: cute.Tensor, token: Token, target: cute.Tensor, lane: Int32, norm_eps: Float32
-) -> None:
-    """Write the gated RMSNorm of a head with the lanes of one warp.
-
-    Args:
-        made: what the recurrence made, [128] in shared memory.
-        token: its gain is norm_weight * sigmoid(output_gate).
-        target: the head's output.
-        lane: within the warp.
-        norm_eps: of the norm.
-    """
+def finish(token: Token, i: Inputs, head: Int32, lane: Int32) -> None:
+    """Write the gated RMSNorm of what the recurrence made, with the lanes of one warp."""
+    target = i.target(token.place[0], head)
     count = D // 32
     by_lane = cute.make_layout((count, 32))
     o = cute.make_rmem_tensor((count,), Float32)
     gain = cute.make_rmem_tensor((count,), Float32)
-    cute.autovec_copy(cute.make_tensor(made.iterator, by_lane)[None, lane], o)
+    cute.autovec_copy(cute.make_tensor(token.rows[MADE].iterator, by_lane)[None, lane], o)
     cute.autovec_copy(cute.make_tensor(token.rows[GAIN].iterator, by_lane)[None, lane], gain)
     total = device.lane_sum(device.sum_of_squares(o), 32)
-    unit = cute.math.rsqrt(total * (1.0 / D) + norm_eps)
+    unit = cute.math.rsqrt(total * (1.0 / D) + i.norm_eps)
     y = cute.make_rmem_tensor((count,), target.element_type)
     for c in range(count):
         y[c] = target.element_type(o[c] * unit * gain[c])

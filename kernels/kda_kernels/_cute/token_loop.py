@@ -20,20 +20,29 @@ from kda_kernels._cute.sequence import (
     TOKENS_ARRIVED,
     Memory,
     prepare_all,
-    put_slots,
 )
-from kda_kernels._cute.token import DECAY, Inputs, K, Q, V, dot_of_units, finish, token_of
+from kda_kernels._cute.token import (
+    DECAY,
+    MADE,
+    Inputs,
+    K,
+    Q,
+    Token,
+    V,
+    dot_of_units,
+    finish,
+    put_beta,
+    token_of,
+)
 from kda_kernels.contract.spec import HEAD_DIM as D
 
 
 @cute.jit
 def make_ready(
     i: Constexpr,
-    state_indices: cute.Tensor,
     span: tuple[Int32, Int32, Int32],
-    where: tuple[Int64, Int64, Int64],
+    where: tuple[Int64, Int64, Int32],
     place: tuple[Int32, Int32, Int32, Int32],
-    first_slot: Int64,
     memory: Constexpr,
     v: Constexpr,
 ) -> None:
@@ -41,9 +50,10 @@ def make_ready(
 
     They send tokens, and the outputs of those whose norm the block makes.
     """
-    _, length, _ = span
-    home, _, line = where
-    _, rank, warp, lane = place
+    begin, length, _ = span
+    home, _, own = where
+    head, rank, warp, lane = place
+    kept, tokens = memory.length, memory.tokens
     if const_expr(v.blocks > 1):
         mine = (length + (v.blocks - 1) - rank) // v.blocks
         tokens_bytes = length * (ROWS_SENT * D) * NUMBER_BYTES
@@ -51,7 +61,13 @@ def make_ready(
         cluster.start(memory.barriers, (tokens_bytes, outputs_bytes), warp * 32 + lane)
     prepare_all(i, i.window(home), span, place, memory, v)
     if warp == LAST_ROLE % v.schedule.warps:
-        put_slots(i, state_indices, line, length, lane, first_slot, memory.slots, v)
+        if lane < length:
+            token = token_of(tokens, lane)
+            put_beta(token, i, begin + lane, head, v)
+            slot = token.slot
+            slot[0] = own
+        if lane == 0:
+            kept[0] = length
 
 
 def arrived(memory: Memory, what: int, v: Constexpr) -> None:
@@ -61,30 +77,29 @@ def arrived(memory: Memory, what: int, v: Constexpr) -> None:
 
 
 @cute.jit
-def write_outputs(
-    i: Constexpr,
-    span: tuple[Int32, Int32],
-    place: tuple[Int32, Int32, Int32, Int32],
-    memory: Constexpr,
-    v: Constexpr,
-) -> None:
-    """Write the gated norms of the tokens whose outputs the block has gathered, one to a warp."""
-    begin, length = span
-    head, rank, warp, lane = place
-    tokens, slots, made = memory.tokens, memory.slots, memory.made
+def write_outputs(i: Constexpr, memory: Constexpr, v: Constexpr) -> None:
+    """Write the gated norms of the tokens whose outputs the block has gathered, one to a warp.
+
+    Where it is and how many there are is found out again: registers for it are too few in the loop.
+    """
+    tokens = memory.tokens
     blocks = const_expr(v.blocks)
+    length = memory.length[0]
+    block, thread = device.register("ctaid.x"), device.register("tid.x")
+    head, rank, warp, lane = block // blocks, block % blocks, thread // 32, thread % 32
     for t in range(rank + blocks * warp, length, blocks * v.schedule.warps):
-        target = i.target(begin + t, head)
-        if slots[t] >= 0:
-            finish(made[None, t], token_of(tokens, t), target, lane, i.norm_eps)
+        token = token_of(tokens, t)
+        if token.slot[0] >= 0:
+            finish(token, i, head, lane)
         else:
+            target = i.target(token.place[0], head)
             for c in cutlass.range_constexpr(D // 32):
                 target[lane + 32 * c] = target.element_type(0.0)
 
 
-def gather(memory: Memory, at: Int32, t: Int32, o: Float32, blocks: int) -> None:
+def gather(memory: Memory, token: Token, at: Int32, t: Int32, o: Float32, blocks: int) -> None:
     """Hand a number of a token's output to the block that makes its norm."""
-    place = memory.made[None, t].iterator + at
+    place = token.rows[MADE].iterator + at
     if blocks == 1:
         cute.make_tensor(place, cute.make_layout(1))[0] = o
     else:
@@ -92,13 +107,14 @@ def gather(memory: Memory, at: Int32, t: Int32, o: Float32, blocks: int) -> None
         cluster.send(place, barrier, t % blocks, (o,))
 
 
-def checkpoint(i: Inputs, slot: Int64, head: Int32, own: Int32, vector: int) -> cute.Pointer:
-    """Return where a lane's part of a slot's state starts, ``own`` elements into the head's.
+def checkpoint(i: Inputs, slot: Int64, own: Int32, vector: int) -> cute.Pointer:
+    """Return where a lane's part of a slot's state starts, ``own`` elements into the slot.
 
     It is written in vectors of ``vector`` elements.
     """
     alignment = vector * i.state.element_type.width // 8
-    return device.opaque(i.state_of(slot, head) + own, alignment)
+    at = slot * i.state.stride[0] + own
+    return device.opaque(device.pointer(i.state.iterator, at, alignment), alignment)
 
 
 def of_lane(row: cute.Tensor, key: Int32, cut: value_rows.Cut) -> cute.Tensor:
@@ -112,38 +128,40 @@ def of_lane(row: cute.Tensor, key: Int32, cut: value_rows.Cut) -> cute.Tensor:
 @cute.jit
 def advance_value_rows(
     i: Constexpr,
-    state_indices: cute.Tensor,
     span: tuple[Int32, Int32, Int32],
-    where: tuple[Int64, Int64, Int64],
+    where: tuple[Int64, Int64, Int32],
     place: tuple[Int32, Int32, Int32, Int32],
-    first_slot: Int64,
     memory: Constexpr,
     v: Constexpr,
 ) -> None:
     """Layout vk: a warp owns value rows whole, so tokens follow each other without a barrier."""
-    begin, length, _ = span
+    _, length, _ = span
     _, source, _ = where
     head, rank, warp, lane = place
-    tokens, slots = memory.tokens, memory.slots
+    tokens = memory.tokens
     blocks = const_expr(v.blocks)
     tile, batch = const_expr(v.schedule.tile), const_expr(v.schedule.batch or v.schedule.tile)
     whole = const_expr(value_rows.Cut(STATE_BITS, tile))
     cut = const_expr(value_rows.Cut(STATE_BITS, batch))
     group, key = lane // cut.lanes, lane % cut.lanes
     first = (rank * v.schedule.warps + warp) * tile
-    make_ready(i, state_indices, span, where, place, first_slot, memory, v)
     S = value_rows.view(i.state_of(source, head), cut)
-    state = device.converted(value_rows.load(S, first + group, key, whole), Float32)
+    if const_expr(v.schedule.token_first):
+        make_ready(i, span, where, place, memory, v)
+    raw = value_rows.load(S, first + group, key, whole)
+    if const_expr(not v.schedule.token_first):
+        make_ready(i, span, where, place, memory, v)
+    state = device.converted(raw, Float32)
     device.let_the_next_kernel_start(v.overlaps)
     cute.arch.sync_threads()
     arrived(memory, TOKENS_ARRIVED, v)
-    own = (first + group) * D + key * cut.vector
+    own = head * (D * D) + (first + group) * D + key * cut.vector
     for t in range(length):
         token = token_of(tokens, t)
-        slot = slots[t]
+        slot = Int64(token.slot[0])
         d, k, q = (of_lane(token.rows[r], key, cut) for r in (DECAY, K, Q))
-        kq, b, values = dot_of_units(token, lane), tokens.betas[t], token.rows[V]
-        target = value_rows.view(checkpoint(i, slot, head, own, cut.vector), cut)
+        kq, b, values = dot_of_units(token, lane), token.beta[0], token.rows[V]
+        target = value_rows.view(checkpoint(i, slot, own, cut.vector), cut)
         for m in cutlass.range_constexpr(tile // batch):
             held = const_expr(cut.held * cut.vector)
             rows = cute.make_tensor(
@@ -156,43 +174,47 @@ def advance_value_rows(
                 at = mine + j * cut.together
                 bu[j] = b * (values[at] - sk[j])
                 if cut.finishes(key):
-                    gather(memory, at, t, Float32(i.x.element_type(sq[j] + bu[j] * kq)), blocks)
+                    gather(
+                        memory, token, at, t, Float32(i.x.element_type(sq[j] + bu[j] * kq)), blocks
+                    )
             value_rows.update(rows, None, k, bu, group, cut)
             if slot >= 0:
                 value_rows.store(rows, target, Int32(m * batch), Int32(0), cut)
     cute.arch.sync_threads()
     arrived(memory, OUTPUTS_ARRIVED, v)
-    write_outputs(i, (begin, length), place, memory, v)
+    write_outputs(i, memory, v)
 
 
 @cute.jit
 def advance_key_rows(
     i: Constexpr,
-    state_indices: cute.Tensor,
     span: tuple[Int32, Int32, Int32],
-    where: tuple[Int64, Int64, Int64],
+    where: tuple[Int64, Int64, Int32],
     place: tuple[Int32, Int32, Int32, Int32],
-    first_slot: Int64,
     memory: Constexpr,
     v: Constexpr,
 ) -> None:
     """Layout kv: a warp owns key rows; sums of two tokens in turn have their own memory."""
-    begin, length, _ = span
+    _, length, _ = span
     _, source, _ = where
     head, rank, warp, lane = place
-    tokens, slots = memory.tokens, memory.slots
+    tokens = memory.tokens
     blocks = const_expr(v.blocks)
     cut = const_expr(key_rows.Cut(STATE_BITS, v.schedule.warps, v.schedule.tile))
     vector = const_expr(cut.vector)
     group, column = lane // cut.lanes, lane % cut.lanes
     first, columns = warp * cut.keys + group, rank * v.schedule.tile
-    make_ready(i, state_indices, span, where, place, first_slot, memory, v)
     S = key_rows.view(i.state_of(source, head), cut)
-    state = device.converted(key_rows.load(S, first, rank * cut.lanes + column, cut), Float32)
+    if const_expr(v.schedule.token_first):
+        make_ready(i, span, where, place, memory, v)
+    raw = key_rows.load(S, first, rank * cut.lanes + column, cut)
+    if const_expr(not v.schedule.token_first):
+        make_ready(i, span, where, place, memory, v)
+    state = device.converted(raw, Float32)
     device.let_the_next_kernel_start(v.overlaps)
     cute.arch.sync_threads()
     arrived(memory, TOKENS_ARRIVED, v)
-    own = first * D + columns + column * vector
+    own = head * (D * D) + first * D + columns + column * vector
     for t in range(length):
         token = token_of(tokens, t)
         partial = memory.sums[None, t % 2].iterator
@@ -203,7 +225,7 @@ def advance_key_rows(
         cute.arch.sync_threads()
         sk = key_rows.get_sums(partial, 0, column, cut)
         bu = cute.make_rmem_tensor((vector,), Float32)
-        b = tokens.betas[t]
+        b = token.beta[0]
         values = token.rows[V]
         for j in cutlass.range_constexpr(vector):
             bu[j] = b * (values[columns + column * vector + j] - sk[j])
@@ -213,12 +235,12 @@ def advance_key_rows(
             if group == 0:
                 for j in cutlass.range_constexpr(vector):
                     o = Float32(i.x.element_type(sq[j] + bu[j] * kq))
-                    gather(memory, columns + column * vector + j, t, o, blocks)
+                    gather(memory, token, columns + column * vector + j, t, o, blocks)
         key_rows.update(state, factors, first, bu, cut, decayed=True)
-        slot = slots[t]
+        slot = Int64(token.slot[0])
         if slot >= 0:
-            target = key_rows.view(checkpoint(i, slot, head, own, cut.vector), cut)
+            target = key_rows.view(checkpoint(i, slot, own, cut.vector), cut)
             key_rows.store(state, target, Int32(0), Int32(0), cut)
     cute.arch.sync_threads()
     arrived(memory, OUTPUTS_ARRIVED, v)
-    write_outputs(i, (begin, length), place, memory, v)
+    write_outputs(i, memory, v)

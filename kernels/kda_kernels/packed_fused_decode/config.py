@@ -7,9 +7,7 @@ the choice (schedule.py).
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from kda_kernels.fused_decode import config as fused_config
 from kda_kernels.schedule import Schedule, Table
 
 MOST_TOKENS = 16
@@ -19,42 +17,35 @@ LEAST_ROOM = 4
 
 # What was the fastest on an H200 (132 processors, T of 2, 4 and 8) of what needs no local memory.
 # The state stays in registers as float32 whatever its pool's type. Blocks of a cluster share the
-# heads of few sequences. docs/tuning.md has the figures.
+# heads of few sequences, and always those of float32 states. Of very many states those of layout kv
+# are asked for before the tokens are made. docs/tuning.md has the figures.
 SCHEDULES: Table = {
     ("vk", 4): (
-        (0.3, Schedule(8, 4, 2, 25, 4)),
-        (1, Schedule(8, 8, 2, 25, 4)),
-        (math.inf, Schedule(4, 16, 4, 25, 2)),
+        (0.3, Schedule(8, 4, 2, 25, 4, token_first=True)),
+        (math.inf, Schedule(8, 8, 2, 25, 8, token_first=True)),
     ),
     ("vk", 2): (
-        (0.3, Schedule(8, 4, 2, 25, 4)),
-        (1, Schedule(8, 8, 2, 25, 4)),
-        (math.inf, Schedule(8, 16, 2, 25, 4)),
+        (0.3, Schedule(8, 4, 2, 25, 4, token_first=True)),
+        (math.inf, Schedule(8, 16, 2, 25, 16, token_first=True)),
     ),
     ("kv", 4): (
-        (0.3, Schedule(8, 32, 2, 25)),
-        (1, Schedule(8, 128, 1, 25)),
+        (0.3, Schedule(8, 32, 2, 25, token_first=True)),
+        (15, Schedule(4, 64, 3, 25, token_first=True)),
         (math.inf, Schedule(4, 64, 3, 25)),
     ),
-    ("kv", 2): ((0.3, Schedule(8, 32, 2, 25)), (math.inf, Schedule(8, 128, 1, 25))),
-}
-
-# One token a sequence is cut as fused_decode cuts as many rows, so that it has its very bits. In
-# layout kv finding the sequence takes the registers that a block more a processor would need.
-ONE_TOKEN: Table = {
-    (layout, itemsize): tuple(
-        (limit, replace(cut, min_blocks=cut.min_blocks - (layout == "kv")))
-        for limit, cut in choices
-    )
-    for (layout, itemsize), choices in fused_config.SCHEDULES.items()
+    ("kv", 2): (
+        (0.3, Schedule(8, 64, 2, 25, token_first=True)),
+        (15, Schedule(8, 128, 2, 25, token_first=True)),
+        (math.inf, Schedule(8, 128, 2, 25)),
+    ),
 }
 
 # Where there are no clusters a block has a head to itself; these never ran.
 WITHOUT_CLUSTERS: Table = {
     (layout, itemsize): ((math.inf, schedule),)
     for layout, schedule in (
-        ("vk", Schedule(8, 16, 1, 25, 4)),
-        ("kv", Schedule(8, 128, 1, 25)),
+        ("vk", Schedule(8, 16, 1, 25, 4, token_first=True)),
+        ("kv", Schedule(8, 128, 1, 25, token_first=True)),
     )
     for itemsize in (4, 2)
 }

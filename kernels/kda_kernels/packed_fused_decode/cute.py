@@ -61,6 +61,7 @@ def kernel(
     """One sequence's head to a thread block, and a share of the rows that belong to none."""
     device.wait_for_the_kernel_before(v.overlaps)
     thread, _, _ = cute.arch.thread_idx()
+    lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
     x_index, y, z = cute.arch.block_idx()
     head, rank = x_index // v.blocks, x_index % v.blocks
     n = y + z * MAX_GRID_Y
@@ -71,32 +72,31 @@ def kernel(
     sequences, most = Int32(state_indices.shape[0]), Int32(state_indices.shape[1])
     used = bound(query_start_loc, Int32(query_start_loc.shape[0]) - 1, rows)
     begin, end, turns = Int32(0), Int32(0), sequences
+    accepted, own = Int32(0), Int32(-1)
+    # What tells where the sequence lies is read together, not one thing after the other: every lane
+    # reads a token's slot.
     if const_expr(v.by_row):
         turns = rows
         begin, end = cutlass.min(n, used), cutlass.min(n + 1, used)
     elif n < sequences:
         begin = bound(query_start_loc, n, rows)
         end = bound(query_start_loc, n + 1, rows)
+        own = sequence.slot_of_lane(i, state_indices, n, lane, first_slot, v)
+        if const_expr(v.room > 1):
+            at = Int64(n) * num_accepted_tokens.stride[0]
+            told = Int32(device.raw(num_accepted_tokens.iterator, at))
+            accepted = cutlass.max(Int32(1), cutlass.min(told, most)) - 1
     length = cutlass.max(Int32(0), cutlass.min(end - begin, most))
-    accepted = Int32(0)
-    home, source, line = Int64(0), Int64(0), Int64(0)
+    home, source = Int64(own), Int64(own)
     live = length > 0
     if length > 0:
         if const_expr(v.by_row):
             home, live = device.slot_and_liveness(t1_state_indices, n, slots, first_slot, v.wraps)
-            source = home
         else:
-            line = Int64(n) * state_indices.stride[0]
             if const_expr(v.room > 1):
-                told = Int32(
-                    device.raw(
-                        num_accepted_tokens.iterator, Int64(n) * num_accepted_tokens.stride[0]
-                    )
-                )
-                accepted = cutlass.max(Int32(1), cutlass.min(told, most)) - 1
-            home, here = sequence.destination(i, state_indices, line, Int32(0), first_slot, v)
-            source, there = sequence.destination(i, state_indices, line, accepted, first_slot, v)
-            live = here & there
+                home = Int64(cute.arch.shuffle_sync(own, offset=0))
+                source = Int64(cute.arch.shuffle_sync(own, offset=accepted))
+            live = (home >= 0) & (source >= 0)
     # First, so that the bounds need no registers afterwards. Rows behind the last sequence are
     # shared out among all; rows before the first, which a caller promised not to have, are its own.
     if const_expr(not v.by_row):
@@ -106,7 +106,6 @@ def kernel(
     zero_rows(i, head, used + n, rows, cutlass.max(turns, 1), thread)
     memory = reserve(state.element_type.width, v)
     if live:
-        lane, warp = thread % 32, thread // 32
         if const_expr(v.room == 1):
             row_place = (begin, head, warp, lane)
             if const_expr(v.layout == "kv"):
@@ -115,8 +114,7 @@ def kernel(
                 one_token.advance_value_rows(i, home, row_place, memory, v)
         else:
             place = (head, rank, warp, lane)
-            span, where = (begin, length, accepted), (home, source, line)
-            taken = (i, state_indices, span, where, place, first_slot, memory, v)
+            taken = (i, (begin, length, accepted), (home, source, own), place, memory, v)
             if const_expr(v.layout == "kv"):
                 token_loop.advance_key_rows(*taken)
             else:

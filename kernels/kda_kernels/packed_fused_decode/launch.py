@@ -18,10 +18,10 @@ from torch import Tensor
 from kda_kernels._cute import call
 from kda_kernels.contract.example import Kinds, example
 from kda_kernels.errors import UnsupportedError
+from kda_kernels.fused_decode import config as fused_config
 from kda_kernels.fused_decode import launch as fused_launch
 from kda_kernels.packed_fused_decode.config import (
     MOST_TOKENS,
-    ONE_TOKEN,
     SCHEDULES,
     WITHOUT_CLUSTERS,
     room,
@@ -93,7 +93,6 @@ def variant_of(
     if tokens > 1:
         tensors["t1_state_indices"] = None
     shared = fused_launch.shared_fields(tensors, values, output, overlap)
-    # As fused_decode is cut for as many rows, so that one token a sequence has its very bits.
     rows = values["x"].shape[0] if tokens == 1 else max(sequences, 1)
     cuts = table(tokens, clusters=overlap)
     return Variant(
@@ -106,9 +105,12 @@ def variant_of(
 
 
 def table(tokens: int, *, clusters: bool) -> Table:
-    """Return the schedules for so many tokens a sequence, with or without clusters of blocks."""
+    """Return the schedules for so many tokens a sequence, with or without clusters of blocks.
+
+    One token a sequence is cut as fused_decode cuts as many rows, so that it has its very bits.
+    """
     if tokens == 1:
-        return ONE_TOKEN
+        return fused_config.SCHEDULES
     return SCHEDULES if clusters else WITHOUT_CLUSTERS
 
 
