@@ -159,6 +159,22 @@ def make_unit(values: cute.Tensor, scale: Float32 | None) -> None:
         values[c] = values[c] * unit
 
 
+def channels_of(
+    i: Inputs,
+    name: str,
+    rows: tuple[Int32, ...],
+    head: Int32,
+    lane: Int32,
+    v: Constexpr,
+    *,
+    aligned: bool,
+) -> list[cute.Tensor]:
+    """Return a lane's channels of rows of a gate, all asked for before one is waited for."""
+    source, stride = getattr(i, name), getattr(i, name).stride[v.row_axis(name)]
+    offsets = [Int64(row) * stride + (head * D + lane * convolution.CHANNELS) for row in rows]
+    return [device.read(source.iterator, at, convolution.CHANNELS, aligned) for at in offsets]
+
+
 def put_decays(
     tokens: tuple[Token, ...],
     i: Inputs,
@@ -167,13 +183,11 @@ def put_decays(
     lane: Int32,
     v: Constexpr,
 ) -> None:
-    """Make the decays of tokens, whose rows are all asked for before one is waited for."""
+    """Make the decays of tokens, each of the row beside it."""
     count = convolution.CHANNELS
-    channel = head * D + lane * count
-    stride = i.raw_gate.stride[v.row_axis("raw_gate")]
-    offsets = [Int64(row) * stride + channel for row in rows]
-    gates = [device.read(i.raw_gate.iterator, at, count, v.aligned) for at in offsets]
-    bias = device.read(i.dt_bias.iterator, Int64(channel), count, v.aligned)
+    gates = channels_of(i, "raw_gate", rows, head, lane, v, aligned=v.aligned)
+    channel = Int64(head * D + lane * count)
+    bias = device.read(i.dt_bias.iterator, channel, count, v.aligned)
     rate = cute.math.exp(device.element(i.A_log.iterator, Int64(head)))
     for token, a in zip(tokens, gates, strict=True):
         for c in range(count):
@@ -189,12 +203,9 @@ def put_gains(
     lane: Int32,
     v: Constexpr,
 ) -> None:
-    """Make the gains of tokens behind the norm, in the order of ``put_decays``."""
+    """Make the gains of tokens behind the norm, each of the row beside it."""
     count = convolution.CHANNELS
-    channel = head * D + lane * count
-    stride = i.output_gate.stride[v.row_axis("output_gate")]
-    offsets = [Int64(row) * stride + channel for row in rows]
-    gates = [device.read(i.output_gate.iterator, at, count, False) for at in offsets]
+    gates = channels_of(i, "output_gate", rows, head, lane, v, aligned=False)
     weights = device.read(i.norm_weight.iterator, Int64(lane * count), count, False)
     for token, gate in zip(tokens, gates, strict=True):
         for c in range(count):
