@@ -218,8 +218,7 @@ def test_rows_before_the_first_sequence_are_null_too(run, call):
         values["query_start_loc"] = int32(2, 2 + tokens, 2 + 2 * tokens)
         cut = clone(values) | {"query_start_loc": int32(0, tokens, 2 * tokens)}
         for name in ("x", "raw_gate", "raw_beta", "output_gate"):
-            axis = 0 if name == "x" or values[name].dim() == 2 else values[name].dim() - 3
-            axis = values[name].dim() - 2 if name == "raw_beta" else axis
+            axis = 1 if values[name].shape[0] == 1 else 0
             cut[name] = values[name].narrow(axis, 2, 2 * tokens)
         output = run(SPECULATIVE, values)
         assert_same_bits(output[0, :2], torch.zeros_like(output[0, :2]), "null rows")

@@ -17,9 +17,8 @@ from kda_kernels._cute import device
 from kda_kernels._cute.call import VECTOR_BYTES
 from kda_kernels.contract.spec import HEAD_DIM
 
-ROWS_BETWEEN_SYNCS = 4
-"""Of a state that goes through several tokens. The warp has nothing to wait for there: it keeps the
-compiler from reading the factors of all rows ahead, for which registers are too few."""
+ROWS_READ_AHEAD = 4
+"""Of a state that goes through several tokens, the factors that the compiler may read before."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,15 @@ def size_of_partial_sums(cut: Cut) -> int:
     return 2 * cut.columns * cut.warps
 
 
+def _hold_reads_back(i: int, several_tokens: bool) -> None:
+    """Keep the compiler from reading the factors of all rows ahead: registers would be too few.
+
+    The warp has nothing to wait for.
+    """
+    if several_tokens and i and i % ROWS_READ_AHEAD == 0:
+        cute.arch.sync_warp()
+
+
 def put_sums(
     tile: cute.Tensor,
     factors: cute.Tensor,
@@ -138,8 +146,7 @@ def put_sums(
         both[j] = Float32(0.0)
     factor = cute.make_rmem_tensor((4,), Float32)
     for i in range(cut.held):
-        if keep and i and i % ROWS_BETWEEN_SYNCS == 0:
-            cute.arch.sync_warp()
+        _hold_reads_back(i, keep)
         cute.autovec_copy(factors[None, first + i * together], factor)
         for j in range(vector):
             decayed = Float32(tile[j, i]) * factor[0]
@@ -188,8 +195,7 @@ def update(
     """Turn the state, or S' where it is ``decayed`` already, into S' + k bu^T in place."""
     factor = cute.make_rmem_tensor((4,), Float32)
     for i in range(cut.held):
-        if decayed and i and i % ROWS_BETWEEN_SYNCS == 0:
-            cute.arch.sync_warp()
+        _hold_reads_back(i, decayed)
         device.launder_packed(tile[None, i])
         cute.autovec_copy(factors[None, first + i * cut.together], factor)
         for j in range(cut.vector):

@@ -25,9 +25,9 @@ from kda_kernels._cute.token import (
     form_of,
     make_unit,
     put,
-    put_beta,
     put_decays,
     put_gains,
+    put_numbers,
     token_of,
 )
 from kda_kernels.contract.spec import HEAD_DIM as D
@@ -77,7 +77,7 @@ def prepare(
     if warp == 4 % v.schedule.warps:
         put_gains((token,), i, (row,), head, lane, v)
         if lane == 0:
-            put_beta(token, i, row, head, v)
+            put_numbers(token, i, row, head, v)
 
 
 @cute.jit
@@ -85,7 +85,7 @@ def advance_value_rows(
     i: Constexpr,
     slot: Int64,
     place: tuple[Int32, Int32, Int32, Int32],
-    smem: Constexpr,
+    token: Constexpr,
     v: Constexpr,
 ) -> None:
     """Layout vk: a warp owns value rows whole and finishes them in batches."""
@@ -94,7 +94,6 @@ def advance_value_rows(
     whole = const_expr(value_rows.Cut(i.state.element_type.width, tile))
     cut = const_expr(value_rows.Cut(i.state.element_type.width, batch))
     group, key = lane // cut.lanes, lane % cut.lanes
-    token = smem
     ingredients = (i, i.window(slot), place, token, v)
     S = value_rows.view(i.state_of(slot, head), cut)
     first = warp * tile
@@ -105,13 +104,7 @@ def advance_value_rows(
     if const_expr(not v.schedule.token_first):
         prepare(*ingredients)
     cute.arch.sync_threads()
-    d = cute.make_rmem_tensor((cut.vector,), Float32)
-    k = cute.make_rmem_tensor((cut.vector,), Float32)
-    q = cute.make_rmem_tensor((cut.vector,), Float32)
-    by_lane = cute.make_layout((cut.vector, cut.lanes))
-    for r, registers in ((DECAY, d), (K, k), (Q, q)):
-        source = cute.make_tensor(token.rows[r].iterator, by_lane)
-        cute.autovec_copy(source[None, key], registers)
+    d, k, q = (value_rows.of_lane(token.rows[r], key, cut) for r in (DECAY, K, Q))
     kq, made = dot_of_units(token, lane), token.rows[MADE]
     b = token.beta[0]
     for n in cutlass.range_constexpr(tile // batch):

@@ -214,8 +214,8 @@ def put_gains(
 
 
 @cute.jit
-def put_beta(token: Constexpr, i: Constexpr, row: Int32, head: Int32, v: Constexpr) -> None:
-    """Make a token's beta, and keep which row it has."""
+def put_numbers(token: Constexpr, i: Constexpr, row: Int32, head: Int32, v: Constexpr) -> None:
+    """Make a token's beta, and note which row it has."""
     axis, beta, place = const_expr(v.beta_axis), token.beta, token.place
     place[0] = row
     at = Int64(row) * i.raw_beta.stride[axis] + Int64(head) * i.raw_beta.stride[axis + 1]

@@ -31,7 +31,7 @@ from kda_kernels._cute.token import (
     V,
     dot_of_units,
     finish,
-    put_beta,
+    put_numbers,
     token_of,
 )
 from kda_kernels.contract.spec import HEAD_DIM as D
@@ -63,7 +63,7 @@ def make_ready(
     if warp == LAST_ROLE % v.schedule.warps:
         if lane < length:
             token = token_of(tokens, lane)
-            put_beta(token, i, begin + lane, head, v)
+            put_numbers(token, i, begin + lane, head, v)
             slot = token.slot
             slot[0] = own
         if lane == 0:
@@ -117,14 +117,6 @@ def checkpoint(i: Inputs, slot: Int64, own: Int32, vector: int) -> cute.Pointer:
     return device.opaque(device.pointer(i.state.iterator, at, alignment), alignment)
 
 
-def of_lane(row: cute.Tensor, key: Int32, cut: value_rows.Cut) -> cute.Tensor:
-    """Return a lane's keys of a row in shared memory."""
-    registers = cute.make_rmem_tensor((cut.vector,), Float32)
-    by_lane = cute.make_tensor(row.iterator, cute.make_layout((cut.vector, cut.lanes)))
-    cute.autovec_copy(by_lane[None, key], registers)
-    return registers
-
-
 @cute.jit
 def advance_value_rows(
     i: Constexpr,
@@ -159,7 +151,7 @@ def advance_value_rows(
     for t in range(length):
         token = token_of(tokens, t)
         slot = Int64(token.slot[0])
-        d, k, q = (of_lane(token.rows[r], key, cut) for r in (DECAY, K, Q))
+        d, k, q = (value_rows.of_lane(token.rows[r], key, cut) for r in (DECAY, K, Q))
         kq, b, values = dot_of_units(token, lane), token.beta[0], token.rows[V]
         target = value_rows.view(checkpoint(i, slot, own, cut.vector), cut)
         for m in cutlass.range_constexpr(tile // batch):

@@ -88,6 +88,14 @@ def load(S: cute.Tensor, first: Int32, key: Int32, cut: Cut) -> cute.Tensor:
     return tile
 
 
+def of_lane(row: cute.Tensor, key: Int32, cut: Cut) -> cute.Tensor:
+    """Return a lane's keys of a row of numbers in shared memory."""
+    registers = cute.make_rmem_tensor((cut.vector,), Float32)
+    by_lane = cute.make_tensor(row.iterator, cute.make_layout((cut.vector, cut.lanes)))
+    cute.autovec_copy(by_lane[None, key], registers)
+    return registers
+
+
 def store(tile: cute.Tensor, S: cute.Tensor, first: Int32, key: Int32, cut: Cut) -> None:
     """Write rows that ``load`` read to the same rows of S, rounded to its type."""
     for i in range(cut.held):
