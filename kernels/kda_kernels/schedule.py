@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from kda_kernels.contract.spec import HEAD_DIM
 
+MAKERS = 4
+"""Warps that make a token side by side: q, k, v and the decays; the gains can wait."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -25,6 +28,7 @@ class Schedule:
         batch: layout vk: rows of a warp that are finished together, the whole tile where it is 0.
         token_first: the warps that prepare the token do so before they read their part of the
             state, and not while it is on its way.
+        makers: the token is made by warps beside the others, which hold no state.
     """
 
     warps: int
@@ -33,6 +37,16 @@ class Schedule:
     carveout: int
     batch: int = 0
     token_first: bool = False
+    makers: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * (self.warps + (MAKERS if self.makers else 0))
+
+    def maker(self, part: int) -> int:
+        """Return which warp makes a part of the token."""
+        return self.warps + min(part, MAKERS - 1) if self.makers else part % self.warps
 
     def splits(self, layout: str) -> int:
         """Return how many blocks share one row and head."""
@@ -42,6 +56,14 @@ class Schedule:
 Table = Mapping[tuple[str, int], tuple[tuple[float, Schedule], ...]]
 """By layout and bytes of a state's element: up to how many states (rows * heads) per processor
 which schedule is taken; the last limit is infinite."""
+
+
+def without_clusters(table: Table) -> Table:
+    """Return a table without the schedules that take several blocks to a head."""
+    return {
+        (layout, itemsize): tuple(row for row in rows if row[1].splits(layout) == 1)
+        for (layout, itemsize), rows in table.items()
+    }
 
 
 def choose(

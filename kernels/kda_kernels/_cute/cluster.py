@@ -26,8 +26,11 @@ def reserve(smem: SmemAllocator, count: int) -> cute.Tensor:
 
 
 @cute.jit
-def start(barriers: cute.Tensor, expected: tuple[Int32, ...], thread: Int32) -> None:
-    """Announce how many bytes will be sent to the block; afterwards every block can be sent to."""
+def announce(barriers: cute.Tensor, expected: tuple[Int32, ...], thread: Int32) -> None:
+    """Announce how many bytes will be sent to the block.
+
+    Others can be sent to behind ``cute.arch.cluster_wait``.
+    """
     if thread == 0:
         for n in cutlass.range_constexpr(len(expected)):
             cute.arch.mbarrier_init(barriers.iterator + n, 1)
@@ -35,7 +38,6 @@ def start(barriers: cute.Tensor, expected: tuple[Int32, ...], thread: Int32) -> 
         for n in cutlass.range_constexpr(len(expected)):
             cute.arch.mbarrier_arrive_and_expect_tx(barriers.iterator + n, expected[n])
     cute.arch.cluster_arrive_relaxed()
-    cute.arch.cluster_wait()
 
 
 def wait(barriers: cute.Tensor, number: int) -> None:

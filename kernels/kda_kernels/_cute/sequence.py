@@ -16,11 +16,12 @@ from cutlass.memory import SmemAllocator
 
 from kda_kernels._cute import cluster, convolution, device, key_rows
 from kda_kernels._cute.token import (
-    ROWS_OF_PARTS,
+    DECAYS,
+    GAINS,
     Inputs,
     Tokens,
     form_of,
-    make_unit,
+    make_part,
     put_decays,
     put_everywhere,
     put_gains,
@@ -38,7 +39,7 @@ TOKENS_ARRIVED, OUTPUTS_ARRIVED = 0, 1
 """Barriers of a block in a cluster."""
 NUMBER_BYTES = 4
 LAST_ROLE = 5
-"""Of those that prepare a sequence: q, k, v, the decays, the gains and, last, betas and slots."""
+"""Of those that prepare a sequence: betas and slots, behind what prepares a token."""
 STATE_BITS = 32
 """Of an element of the state in registers."""
 
@@ -169,7 +170,7 @@ def prepare_part(
     slot_window: cute.Pointer,
     span: tuple[Int32, Int32, Int32, Int32],
     place: tuple[Int32, Int32],
-    part: Constexpr,
+    part: Int32,
     memory: Constexpr,
     v: Constexpr,
 ) -> None:
@@ -182,7 +183,7 @@ def prepare_part(
         slot_window: where the sequence's window starts.
         span: the sequence's first row and length, its accepted tokens less one, the first token.
         place: head and lane.
-        part: 0 to 2, for q, k and v.
+        part: 0 to 2, for q, k and v; one code serves all.
         memory: where the tokens go.
         v: the variant.
     """
@@ -214,13 +215,11 @@ def prepare_part(
     history = cute.make_tensor(
         columns.iterator, cute.make_layout((count, HISTORY), stride=(wide, 1))
     )
-    number = const_expr(ROWS_OF_PARTS[part])
     # One token's code for all: each moves the columns on.
     for t in range(cutlass.min(Int32(STEP), length - start)):
         made = convolution.silu_of_sum(taps, bias, history, columns[None, HISTORY])
-        if const_expr(part < 2):
-            make_unit(made, i.scale if part == 0 else None)
-        put_everywhere(token_of(tokens, start + t), number, made, lane, blocks, barrier)
+        make_part(part, made, i.scale)
+        put_everywhere(token_of(tokens, start + t), part, made, lane, blocks, barrier)
         for c in cutlass.range_constexpr(count):
             for j in cutlass.range_constexpr(wide - 1):
                 columns[c, j] = columns[c, j + 1]
@@ -248,16 +247,15 @@ def prepare(
     begin, length, _, start = span
     head, rank, warp, lane = place
     tokens = memory.tokens
-    for part in cutlass.range_constexpr(3):
-        # A part's window belongs to one warp of the cluster, which reads and writes it.
-        if (rank == part % v.blocks) & (warp == part % v.schedule.warps):
-            prepare_part(i, slot_window, span, (head, lane), part, memory, v)
+    # A part's window belongs to one warp of the cluster, which reads and writes it.
+    if (warp < DECAYS) & (rank == warp % v.blocks):
+        prepare_part(i, slot_window, span, (head, lane), warp, memory, v)
     # There is room for whole steps: what is made of the last row again is not read.
-    if warp == 3 % v.schedule.warps:
+    if warp == DECAYS % v.schedule.warps:
         numbers = const_expr(range(STEP))
         rows = tuple(begin + cutlass.min(start + t, length - 1) for t in numbers)
         put_decays(tuple(token_of(tokens, start + t) for t in numbers), i, rows, head, lane, v)
-    if warp == 4 % v.schedule.warps:
+    if warp == GAINS % v.schedule.warps:
         # A token's norm is made in one block of the cluster.
         numbers = const_expr(range(0, STEP, v.blocks))
         rows = tuple(begin + cutlass.min(start + t + rank, length - 1) for t in numbers)

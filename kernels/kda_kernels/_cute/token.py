@@ -8,6 +8,7 @@ convolution itself (convolution.py).
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
@@ -18,8 +19,8 @@ from kda_kernels.contract.spec import HEAD_DIM as D
 DECAY, K, Q, V, GAIN, MADE = 0, 1, 2, 3, 4, 5
 """Rows of a token: what the recurrence takes, the gain behind the norm, what the recurrence made.
 key_rows reads the first three together."""
-ROWS_OF_PARTS = (Q, K, V)
-"""Where each part of x goes."""
+DECAYS, GAINS = 3, 4
+"""Who makes what of a token, behind the warps of q, k and v, 0 to 2."""
 
 
 class Tokens:
@@ -47,18 +48,27 @@ class Token:
 
     def __init__(self, base: cute.Pointer, *, by_key: bool) -> None:
         """See the memory at ``base`` as a token's."""
-        self.base = base
-        starts = (0, 1, 2, 4 * D, 5 * D, 6 * D) if by_key else tuple(range(0, 6 * D, D))
+        self.base, self.by_key = base, by_key
+        self.starts = (0, 1, 2, 4 * D, 5 * D, 6 * D) if by_key else tuple(range(0, 6 * D, D))
         self.steps = (4, 4, 4, 1, 1, 1) if by_key else (1,) * 6
         self.rows = [
             cute.make_tensor(base + at, cute.make_layout(D, stride=apart))
-            for at, apart in zip(starts, self.steps, strict=True)
+            for at, apart in zip(self.starts, self.steps, strict=True)
         ]
         beta, slot, place = (3, 7, 11) if by_key else range(6 * D, 6 * D + 3)
         one = cute.make_layout(1)
         self.beta = cute.make_tensor(base + beta, one)
         self.slot = cute.make_tensor(cute.recast_ptr(base + slot, dtype=Int32), one)
         self.place = cute.make_tensor(cute.recast_ptr(base + place, dtype=Int32), one)
+
+    def row_of_part(self, part: Int32) -> cute.Tensor:
+        """Return the row of q, k or v, 0 to 2 as parts of x follow each other."""
+        number = cutlass.select_(part < 2, Q - part, Int32(V))
+        if not self.by_key:
+            return cute.make_tensor(self.base + number * D, cute.make_layout(D))
+        start = cutlass.select_(part < 2, number, Int32(self.starts[V]))
+        step = cutlass.select_(part < 2, Int32(self.steps[Q]), Int32(1))
+        return cute.make_tensor(self.base + start, cute.make_layout(D, stride=step))
 
 
 def token_of(tokens: Tokens, number: int | Int32) -> Token:
@@ -117,46 +127,59 @@ def put(row: cute.Tensor, values: cute.Tensor, lane: Int32) -> None:
         row[lane * count + c] = values[c]
 
 
+@cute.jit
 def put_everywhere(
-    token: Token,
-    number: int,
+    token: Constexpr,
+    part: Int32,
     values: cute.Tensor,
     lane: Int32,
-    blocks: int,
-    barrier: cute.Pointer | None,
+    blocks: Constexpr,
+    barrier: Constexpr,
 ) -> None:
-    """Write a lane's four values of a row of a token, to every block of a cluster if it is one.
+    """Write a lane's four values of q, k or v, to every block of a cluster if it is one.
 
     Args:
         token: in shared memory.
-        number: of the row.
+        part: 0 to 2.
         values: the lane's.
         lane: within the warp.
         blocks: of the cluster.
         barrier: that counts what arrives, where there is more than one block.
     """
-    row, count, step = token.rows[number], cute.size(values), token.steps[number]
-    if blocks == 1:
+    row, first = token.row_of_part(part), lane * convolution.CHANNELS
+    if const_expr(blocks == 1):
         put(row, values, lane)
-        return
-    for rank in range(blocks):
-        if step == 1:
-            four = tuple(values[c] for c in range(count))
-            cluster.send(row.iterator + lane * count, barrier, Int32(rank), four)
-        else:
-            for c in range(count):
-                place = row.iterator + (lane * count + c) * step
+    elif const_expr(not token.by_key):
+        send_together(row.iterator + first, values, blocks, barrier)
+    elif part < 2:
+        for rank in cutlass.range_constexpr(blocks):
+            for c in cutlass.range_constexpr(convolution.CHANNELS):
+                place = row.iterator + (first + c) * token.steps[K]
                 cluster.send(place, barrier, Int32(rank), (values[c],))
+    else:
+        send_together(token.rows[V].iterator + first, values, blocks, barrier)
 
 
-def make_unit(values: cute.Tensor, scale: Float32 | None) -> None:
-    """Turn the values of a warp's lanes into a unit vector, times ``scale`` if there is one."""
+def send_together(
+    place: cute.Pointer, values: cute.Tensor, blocks: int, barrier: cute.Pointer
+) -> None:
+    """Send a lane's four values, which lie side by side, to every block of a cluster."""
+    four = tuple(values[c] for c in range(convolution.CHANNELS))
+    for rank in range(blocks):
+        cluster.send(place, barrier, Int32(rank), four)
+
+
+def make_part(part: Int32, values: cute.Tensor, scale: Float32) -> None:
+    """Turn the values of a warp's lanes into q, k or v: parts 0 to 2 of x.
+
+    k becomes a unit vector, q one times ``scale``; v stays as it is.
+    """
     squares = device.lane_sum(device.sum_of_squares(values), 32)
     unit = cute.math.rsqrt(squares + device.L2_EPS)
-    if scale is not None:
-        unit = unit * scale
+    of_k = cutlass.select_(part == 1, unit, Float32(1.0))
+    factor = cutlass.select_(part == 0, unit * scale, of_k)
     for c in range(cute.size(values)):
-        values[c] = values[c] * unit
+        values[c] = values[c] * factor
 
 
 def channels_of(

@@ -58,7 +58,8 @@ def make_ready(
         mine = (length + (v.blocks - 1) - rank) // v.blocks
         tokens_bytes = length * (ROWS_SENT * D) * NUMBER_BYTES
         outputs_bytes = mine * D * NUMBER_BYTES
-        cluster.start(memory.barriers, (tokens_bytes, outputs_bytes), warp * 32 + lane)
+        cluster.announce(memory.barriers, (tokens_bytes, outputs_bytes), warp * 32 + lane)
+        cute.arch.cluster_wait()
     prepare_all(i, i.window(home), span, place, memory, v)
     if warp == LAST_ROLE % v.schedule.warps:
         if lane < length:

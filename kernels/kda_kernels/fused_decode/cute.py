@@ -40,31 +40,24 @@ def kernel(
     v: cutlass.Constexpr,
 ) -> None:
     """One row's head to a thread block."""
-    device.wait_for_the_kernel_before(v.overlaps)
     thread, _, _ = cute.arch.thread_idx()
-    head, y, z = cute.arch.block_idx()
+    x_index, y, z = cute.arch.block_idx()
+    head, rank = x_index // v.blocks, x_index % v.blocks
     row = y + z * MAX_GRID_Y
+    memory = one_token.reserve(SmemAllocator(), state.element_type.width, v)
+    one_token.join(memory, rank, thread, v)
+    device.wait_for_the_kernel_before(v.overlaps)
     slot, live = device.slot_and_liveness(
         state_indices, row, Int64(state.shape[0]), first_slot, v.wraps
     )
     head_of_call = (x, weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state)
     tail_of_call = (output_gate, norm_weight, conv_bias, output, scale, lower_bound, norm_eps)
     i = Inputs(*head_of_call, *tail_of_call)
-    place = (row, head, thread // 32, thread % 32)
-    if const_expr(v.layout == "kv"):
-        memory = one_token.key_rows_memory(SmemAllocator(), state.element_type.width, v)
-        if row < x.shape[0]:
-            if live:
-                one_token.advance_key_rows(i, slot, place, memory, v)
-            else:
-                write_zeros(i.target(row, head), thread)
-    else:
-        memory = one_token.value_rows_memory(SmemAllocator())
-        if row < x.shape[0]:
-            if live:
-                one_token.advance_value_rows(i, slot, place, memory, v)
-            else:
-                write_zeros(i.target(row, head), thread)
+    if row < x.shape[0]:
+        if live:
+            one_token.advance(i, slot, (row, head, rank, thread // 32, thread % 32), memory, v)
+        else:
+            write_zeros(i.target(row, head), thread)
 
 
 @cute.jit
@@ -93,8 +86,9 @@ def fused_decode(
     head = (x, weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state, state_indices)
     tail = (output_gate, norm_weight, conv_bias, output, scale, lower_bound, norm_eps, first_slot)
     kernel(*head, *tail, v).launch(
-        grid=grid(state.shape[1], x.shape[0]),
-        block=[v.schedule.warps * 32, 1, 1],
+        grid=grid(state.shape[1] * v.blocks, x.shape[0]),
+        cluster=const_expr([v.blocks, 1, 1] if v.blocks > 1 else None),
+        block=[v.schedule.threads, 1, 1],
         stream=stream,
         use_pdl=v.overlaps,
         min_blocks_per_mp=v.schedule.min_blocks,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kda_kernels._cute import call
 from kda_kernels.contract.example import Kinds, example
-from kda_kernels.fused_decode.config import SCHEDULES
+from kda_kernels.fused_decode.config import table
 from kda_kernels.fused_decode.contract import CONTRACT
 from kda_kernels.schedule import Schedule, choose, every
 
@@ -60,6 +60,11 @@ class Variant:
     types: Mapping[str, str | None] = field(hash=False)
     ranks: Mapping[str, int] = field(hash=False)
 
+    @property
+    def blocks(self) -> int:
+        """Thread blocks that share a head, in a cluster."""
+        return self.schedule.splits(self.layout)
+
     def row_axis(self, name: str) -> int:
         """Return the axis of raw_gate or output_gate that counts rows."""
         return call.row_axis(self.ranks[name])
@@ -79,12 +84,13 @@ def variant_of(
         values: the contract's arguments by name.
         output: type of the output.
         processors: streaming multiprocessors of the device.
-        overlap: whether launches can overlap on the device.
+        overlap: whether launches can overlap on the device, which then has clusters too.
     """
     state, x, layout = values["state"], values["x"], values["state_layout"]
     return Variant(
         schedule=choose(
-            SCHEDULES, layout, state.element_size(), x.shape[0], state.shape[1], processors
+            table(clusters=overlap),
+            *(layout, state.element_size(), x.shape[0], state.shape[1], processors),
         ),
         wraps=values["state_indices"] is not None and values["first_slot"] is None,
         columns=values["conv_state"].shape[2],
@@ -137,7 +143,8 @@ def matrix(*, overlap: bool = True) -> tuple[Variant, ...]:
         scalars = {"state_layout": layout, "lower_bound": bound}
         values = example(CONTRACT, kinds=Kinds(state=state, window=window), scalars=scalars)
         one = variant_of(values, torch.bfloat16, processors=1, overlap=overlap)
-        found += [replace(one, schedule=cut) for cut in every(SCHEDULES, layout, state.itemsize)]
+        cuts = every(table(clusters=overlap), layout, state.itemsize)
+        found += [replace(one, schedule=cut) for cut in cuts]
     return tuple(found)
 
 

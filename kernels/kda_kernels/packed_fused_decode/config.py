@@ -29,12 +29,13 @@ SCHEDULES: Table = {
         (math.inf, Schedule(8, 16, 2, 25, 16, token_first=True)),
     ),
     ("kv", 4): (
-        (0.3, Schedule(8, 32, 2, 25, token_first=True)),
+        (0.2, Schedule(8, 32, 2, 25, token_first=True)),
+        (0.6, Schedule(4, 64, 3, 25)),
         (15, Schedule(4, 64, 3, 25, token_first=True)),
         (math.inf, Schedule(4, 64, 3, 25)),
     ),
     ("kv", 2): (
-        (0.3, Schedule(8, 64, 2, 25, token_first=True)),
+        (0.6, Schedule(8, 64, 2, 25, token_first=True)),
         (15, Schedule(8, 128, 2, 25, token_first=True)),
         (math.inf, Schedule(8, 128, 2, 25)),
     ),

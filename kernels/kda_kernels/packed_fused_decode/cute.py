@@ -105,13 +105,11 @@ def kernel(
     zero_rows(i, head, begin + cutlass.select_(live, length, Int32(0)), end, Int32(1), thread)
     zero_rows(i, head, used + n, rows, cutlass.max(turns, 1), thread)
     memory = reserve(state.element_type.width, v)
+    if const_expr(v.room == 1):
+        one_token.join(memory, rank, thread, v)
     if live:
         if const_expr(v.room == 1):
-            row_place = (begin, head, warp, lane)
-            if const_expr(v.layout == "kv"):
-                one_token.advance_key_rows(i, home, row_place, memory, v)
-            else:
-                one_token.advance_value_rows(i, home, row_place, memory, v)
+            one_token.advance(i, home, (begin, head, rank, warp, lane), memory, v)
         else:
             place = (head, rank, warp, lane)
             taken = (i, (begin, length, accepted), (home, source, own), place, memory, v)
@@ -126,9 +124,7 @@ def reserve(width: int, v: Variant) -> Any:  # noqa: ANN401
     smem = SmemAllocator()
     if v.room > 1:
         return sequence.reserve(smem, v)
-    if v.layout == "kv":
-        return one_token.key_rows_memory(smem, width, v)
-    return one_token.value_rows_memory(smem)
+    return one_token.reserve(smem, width, v)
 
 
 @cute.jit
@@ -164,7 +160,7 @@ def packed_fused_decode(
     kernel(*tensors, output_gate, norm_weight, *ragged, *tail, v).launch(
         grid=grid(state.shape[1] * v.blocks, cutlass.max(sequences, 1)),
         cluster=const_expr([v.blocks, 1, 1] if v.blocks > 1 else None),
-        block=[v.schedule.warps * 32, 1, 1],
+        block=[v.schedule.threads, 1, 1],
         stream=stream,
         use_pdl=v.overlaps,
         min_blocks_per_mp=v.schedule.min_blocks,

@@ -60,11 +60,6 @@ class Variant(fused_launch.Variant):
     room: int
 
     @property
-    def blocks(self) -> int:
-        """Thread blocks that share a head, in a cluster."""
-        return self.schedule.splits(self.layout)
-
-    @property
     def by_row(self) -> bool:
         """Every packed row is a sequence of its own, and t1_state_indices has its slot."""
         return self.types["t1_state_indices"] is not None
@@ -110,7 +105,7 @@ def table(tokens: int, *, clusters: bool) -> Table:
     One token a sequence is cut as fused_decode cuts as many rows, so that it has its very bits.
     """
     if tokens == 1:
-        return fused_config.SCHEDULES
+        return fused_config.table(clusters=clusters)
     return SCHEDULES if clusters else WITHOUT_CLUSTERS
 
 
