@@ -11,9 +11,6 @@ from dataclasses import dataclass
 
 from kda_kernels.contract.spec import HEAD_DIM
 
-MAKERS = 4
-"""Warps that make a token side by side: q, k, v and the decays; the gains can wait."""
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -28,7 +25,7 @@ class Schedule:
         batch: layout vk: rows of a warp that are finished together, the whole tile where it is 0.
         token_first: the warps that prepare the token do so before they read their part of the
             state, and not while it is on its way.
-        makers: the token is made by warps beside the others, which hold no state.
+        makers: warps beside the others that make tokens and hold no state, 0 where there are none.
     """
 
     warps: int
@@ -37,16 +34,16 @@ class Schedule:
     carveout: int
     batch: int = 0
     token_first: bool = False
-    makers: bool = False
+    makers: int = 0
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * (self.warps + (MAKERS if self.makers else 0))
+        return 32 * (self.warps + self.makers)
 
     def maker(self, part: int) -> int:
-        """Return which warp makes a part of the token."""
-        return self.warps + min(part, MAKERS - 1) if self.makers else part % self.warps
+        """Return which warp makes a part of a token; the last maker also makes what is left."""
+        return self.warps + min(part, self.makers - 1) if self.makers else part % self.warps
 
     def splits(self, layout: str) -> int:
         """Return how many blocks share one row and head."""

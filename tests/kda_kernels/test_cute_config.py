@@ -12,14 +12,17 @@ import torch
 from kda_kernels._cute import compile as backend
 from kda_kernels._cute.target import TARGETS, target_of
 from kda_kernels.errors import UnsupportedError
-from kda_kernels.fused_decode.config import SCHEDULES as FUSED
-from kda_kernels.packed_decode.config import SCHEDULES
+from kda_kernels.fused_decode import config as fused_config
+from kda_kernels.packed_decode.config import SCHEDULES as PACKED
 from kda_kernels.packed_decode.contract import CONTRACT
 from kda_kernels.packed_decode.launch import adapter, variant_of
-from kda_kernels.schedule import choose
+from kda_kernels.packed_fused_decode import config as tokens_config
+from kda_kernels.schedule import choose, every
 from kda_kernels.testing.cases import Case, draw, strided
 
 SIZES = {"B": 3, "H": 2, "S": 6}
+STEP = 4
+"""Tokens that are prepared at once (sequence.py, which needs CuTe DSL)."""
 
 
 def call(**fields):
@@ -30,31 +33,69 @@ def variant(values, output=torch.bfloat16):
     return variant_of(values, output, processors=132)
 
 
-@pytest.mark.parametrize("layout", ["vk", "kv"])
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("table", [SCHEDULES, FUSED], ids=["packed", "fused"])
-def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(table, layout, itemsize):
+TABLES = {
+    "packed": PACKED,
+    "fused": fused_config.SCHEDULES,
+    "fused-alone": fused_config.WITHOUT_CLUSTERS,
+    "tokens": tokens_config.SCHEDULES,
+    "tokens-alone": tokens_config.WITHOUT_CLUSTERS,
+}
+
+
+def cuts(name, layout, itemsize):
+    """Every schedule that some call gets from a table."""
+    table, found = TABLES[name], set()
     for processors in (1, 16, 108, 132, 148):
         for rows in (1, 2, 5, 8, 33, 512, 100_000):
             for heads in (1, 3, 12, 64, 96):
-                cut = choose(table, layout, itemsize, rows, heads, processors)
-                vector = 16 // itemsize
-                keys = 128 if layout == "vk" else cut.tile
-                lanes = keys // vector
-                assert 1 <= lanes <= 32 and 32 % lanes == 0
-                held = (cut.tile if layout == "vk" else 128 // cut.warps) // (32 // lanes)
-                assert cut.splits(layout) >= 1
-                assert 128 % (cut.splits(layout)) == 0
-                # The norm of fused_decode needs the whole head.
-                assert table is SCHEDULES or cut.splits(layout) == 1
-                assert cut.tile % (cut.batch or cut.tile) == 0
-                assert held >= 1 and held & (held - 1) == 0
-                if layout == "kv":
-                    assert 32 // lanes <= 2 * vector, "more lanes than sums"
-                threads = 32 * cut.warps
-                assert threads <= 1024 and cut.min_blocks * threads <= 2048
-                registers = 65536 // (threads * cut.min_blocks)
-                assert held * 4 + 32 <= registers, "the state alone does not fit"
+                found.add(choose(table, layout, itemsize, rows, heads, processors))
+    assert found == set(every(table, layout, itemsize)), "one is never taken"
+    return found
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("name", TABLES)
+def test_every_schedule_cuts_a_head_into_whole_tiles_that_fit_registers(name, layout, itemsize):
+    width = 4 if name.startswith("tokens") else itemsize
+    vector = 16 // width
+    for cut in cuts(name, layout, itemsize):
+        keys = 128 if layout == "vk" else cut.tile
+        lanes = keys // vector
+        assert 1 <= lanes <= 32 and 32 % lanes == 0
+        held = (cut.tile if layout == "vk" else 128 // cut.warps) // (32 // lanes)
+        assert cut.splits(layout) >= 1
+        assert 128 % (cut.splits(layout)) == 0
+        assert cut.tile % (cut.batch or cut.tile) == 0
+        assert held >= 1 and held & (held - 1) == 0
+        if layout == "kv":
+            assert 32 // lanes <= 2 * vector, "more lanes than sums"
+        assert cut.threads <= 1024 and cut.min_blocks * cut.threads <= 2048
+        registers = 65536 // (cut.threads * cut.min_blocks)
+        assert held * 4 + 32 <= registers, "the state alone does not fit"
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("name", [name for name in TABLES if name != "packed"])
+def test_tokens_have_their_makers_and_heads_blocks_that_can_share_them(name, layout, itemsize):
+    for cut in cuts(name, layout, itemsize):
+        splits = cut.splits(layout)
+        if name.endswith("-alone"):
+            assert splits == 1
+        elif name == "fused":
+            # Blocks share a head through warps that make the token in each of them.
+            assert splits == 1 or cut.makers
+            assert splits <= 8, "larger clusters are not portable"
+        elif name == "tokens":
+            assert splits <= STEP, "a step's norms are shared out among blocks"
+        assert cut.makers in (0, 6 if name.startswith("tokens") else 4)
+        parts = [cut.maker(part) for part in range(6)]
+        assert len(set(parts[:4])) == 4, "q, k, v and the decays each have a warp of their own"
+        assert all(n < cut.threads // 32 for n in parts)
+        assert not (cut.makers and cut.token_first)
+        if cut.makers:
+            assert min(parts) == cut.warps
 
 
 @pytest.mark.parametrize("operator", ["packed_decode", "fused_decode"])
@@ -68,8 +109,8 @@ def test_the_sources_that_a_key_hashes_are_there(operator):
 def test_few_rows_are_spread_over_more_blocks_than_many():
     for itemsize in (2, 4):
         for layout in ("vk", "kv"):
-            few = choose(SCHEDULES, layout, itemsize, 1, 12, 132).splits(layout)
-            many = choose(SCHEDULES, layout, itemsize, 512, 64, 132).splits(layout)
+            few = choose(PACKED, layout, itemsize, 1, 12, 132).splits(layout)
+            many = choose(PACKED, layout, itemsize, 512, 64, 132).splits(layout)
             assert few >= many
             assert few >= 2
 

@@ -8,7 +8,7 @@ Architectures before 9.0 have no clusters. Not here: who sends what to whom (<op
 from typing import Any
 
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
@@ -26,8 +26,8 @@ def reserve(smem: SmemAllocator, count: int) -> cute.Tensor:
 
 
 @cute.jit
-def announce(barriers: cute.Tensor, expected: tuple[Int32, ...], thread: Int32) -> None:
-    """Announce how many bytes will be sent to the block.
+def announce(barriers: cute.Tensor, expected: tuple[Any, ...], thread: Int32) -> None:
+    """Announce how many bytes will be sent to the block; None: ``expect`` will say.
 
     Others can be sent to behind ``cute.arch.cluster_wait``.
     """
@@ -36,11 +36,19 @@ def announce(barriers: cute.Tensor, expected: tuple[Int32, ...], thread: Int32) 
             cute.arch.mbarrier_init(barriers.iterator + n, 1)
         cute.arch.mbarrier_init_fence()
         for n in cutlass.range_constexpr(len(expected)):
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers.iterator + n, expected[n])
+            if const_expr(expected[n] is not None):
+                cute.arch.mbarrier_arrive_and_expect_tx(barriers.iterator + n, expected[n])
     cute.arch.cluster_arrive_relaxed()
 
 
-def wait(barriers: cute.Tensor, number: int) -> None:
+@cute.jit
+def expect(barriers: cute.Tensor, number: Constexpr, count: Int32, thread: Int32) -> None:
+    """Say how many bytes a barrier counts, some of which may have arrived already."""
+    if thread == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(barriers.iterator + number, count)
+
+
+def wait(barriers: cute.Tensor, number: int | Int32) -> None:
     """Wait until all has arrived that a barrier expects."""
     cute.arch.mbarrier_wait(barriers.iterator + number, 0)
 

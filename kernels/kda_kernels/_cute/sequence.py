@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
-from kda_kernels._cute import cluster, convolution, device, key_rows
+from kda_kernels._cute import cluster, convolution, device, key_rows, makers
 from kda_kernels._cute.token import (
     DECAYS,
     GAINS,
@@ -35,8 +35,6 @@ STEP = 4
 packed rows."""
 ROWS_SENT = 3
 """Of a token: q, k and v, which one block of a cluster makes for all."""
-TOKENS_ARRIVED, OUTPUTS_ARRIVED = 0, 1
-"""Barriers of a block in a cluster."""
 NUMBER_BYTES = 4
 LAST_ROLE = 5
 """Of those that prepare a sequence: betas and slots, behind what prepares a token."""
@@ -52,7 +50,8 @@ class Memory:
         tokens: of the sequence.
         length: of the sequence.
         sums: of the warps, for two tokens in turn, in layout kv.
-        barriers: what other blocks of the cluster send is counted there, if there are any.
+        barriers: what blocks of a cluster send each other is counted there, for each token and
+            then for the outputs; None where a block has a head to itself.
     """
 
     tokens: Tokens
@@ -71,7 +70,14 @@ def reserve(smem: SmemAllocator, v: Constexpr) -> Memory:
         size = key_rows.size_of_partial_sums(cut)
         both = cute.make_layout((size, 2), stride=(1, size))
         sums = smem.allocate_tensor(Float32, both, byte_alignment=16)
-    return Memory(tokens, length, sums, cluster.reserve(smem, 2) if v.blocks > 1 else None)
+    return Memory(tokens, length, sums, cluster.reserve(smem, v.room + 1) if v.blocks > 1 else None)
+
+
+def join(memory: Memory, thread: Int32, v: Constexpr) -> None:
+    """Tell a cluster's other blocks what they will send; before anything else."""
+    if v.blocks > 1:
+        each = Int32(ROWS_SENT * D * NUMBER_BYTES)
+        cluster.announce(memory.barriers, (each,) * v.room + (None,), thread)
 
 
 def slot_of_lane(
@@ -190,7 +196,6 @@ def prepare_part(
     begin, length, accepted, start = span
     head, lane = place
     tokens, blocks = memory.tokens, const_expr(v.blocks)
-    barrier = None if const_expr(blocks == 1) else memory.barriers.iterator + TOKENS_ARRIVED
     form, count = const_expr(form_of(v)), const_expr(convolution.CHANNELS)
     per_part = Int32(i.x.shape[1]) // 3
     channel = head * D + lane * count
@@ -207,6 +212,8 @@ def prepare_part(
         offset = Int64(row) * i.x.stride[0] + at
         convolution.read_token(i.x.iterator, offset, form, columns[None, t + HISTORY])
     read_history(i, slot_window, at, begin, start, accepted, columns, whole, v)
+    if start == 0:
+        makers.tell_window_asked(v)
     taps = convolution.read_taps(i.weight.iterator, part, channel, per_part, form)
     bias = None
     if const_expr(i.conv_bias is not None):
@@ -219,6 +226,7 @@ def prepare_part(
     for t in range(cutlass.min(Int32(STEP), length - start)):
         made = convolution.silu_of_sum(taps, bias, history, columns[None, HISTORY])
         make_part(part, made, i.scale)
+        barrier = None if const_expr(blocks == 1) else memory.barriers.iterator + (start + t)
         put_everywhere(token_of(tokens, start + t), part, made, lane, blocks, barrier)
         for c in cutlass.range_constexpr(count):
             for j in cutlass.range_constexpr(wide - 1):
@@ -248,14 +256,18 @@ def prepare(
     head, rank, warp, lane = place
     tokens = memory.tokens
     # A part's window belongs to one warp of the cluster, which reads and writes it.
-    if (warp < DECAYS) & (rank == warp % v.blocks):
-        prepare_part(i, slot_window, span, (head, lane), warp, memory, v)
+    part = warp - v.schedule.maker(0)
+    if (part >= 0) & (part < DECAYS):
+        if rank == part % v.blocks:
+            prepare_part(i, slot_window, span, (head, lane), part, memory, v)
+        elif start == 0:
+            makers.tell_window_asked(v)
     # There is room for whole steps: what is made of the last row again is not read.
-    if warp == DECAYS % v.schedule.warps:
+    if warp == v.schedule.maker(DECAYS):
         numbers = const_expr(range(STEP))
         rows = tuple(begin + cutlass.min(start + t, length - 1) for t in numbers)
         put_decays(tuple(token_of(tokens, start + t) for t in numbers), i, rows, head, lane, v)
-    if warp == GAINS % v.schedule.warps:
+    if warp == v.schedule.maker(GAINS):
         # A token's norm is made in one block of the cluster.
         numbers = const_expr(range(0, STEP, v.blocks))
         rows = tuple(begin + cutlass.min(start + t + rank, length - 1) for t in numbers)

@@ -10,19 +10,18 @@ parts (value_rows.py, key_rows.py).
 import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 
-from kda_kernels._cute import cluster, device, key_rows, value_rows
+from kda_kernels._cute import cluster, device, key_rows, makers, value_rows
 from kda_kernels._cute.sequence import (
     LAST_ROLE,
     NUMBER_BYTES,
-    OUTPUTS_ARRIVED,
-    ROWS_SENT,
     STATE_BITS,
-    TOKENS_ARRIVED,
     Memory,
     prepare_all,
 )
 from kda_kernels._cute.token import (
     DECAY,
+    DECAYS,
+    GAINS,
     MADE,
     Inputs,
     K,
@@ -46,22 +45,13 @@ def make_ready(
     memory: Constexpr,
     v: Constexpr,
 ) -> None:
-    """Make what the loop reads, and get ready for what other blocks of the cluster send.
-
-    They send tokens, and the outputs of those whose norm the block makes.
-    """
+    """Make what the loop reads."""
     begin, length, _ = span
     home, _, own = where
-    head, rank, warp, lane = place
+    head, _, warp, lane = place
     kept, tokens = memory.length, memory.tokens
-    if const_expr(v.blocks > 1):
-        mine = (length + (v.blocks - 1) - rank) // v.blocks
-        tokens_bytes = length * (ROWS_SENT * D) * NUMBER_BYTES
-        outputs_bytes = mine * D * NUMBER_BYTES
-        cluster.announce(memory.barriers, (tokens_bytes, outputs_bytes), warp * 32 + lane)
-        cute.arch.cluster_wait()
     prepare_all(i, i.window(home), span, place, memory, v)
-    if warp == LAST_ROLE % v.schedule.warps:
+    if warp == v.schedule.maker(LAST_ROLE):
         if lane < length:
             token = token_of(tokens, lane)
             put_numbers(token, i, begin + lane, head, v)
@@ -69,12 +59,61 @@ def make_ready(
             slot[0] = own
         if lane == 0:
             kept[0] = length
+    if const_expr(v.schedule.makers):
+        part = warp - v.schedule.maker(0)
+        if (part >= first_to_tell(v)) & (part != GAINS):
+            makers.tell(makers.TOKENS_MADE, v.schedule.warps + tellers(v), v)
 
 
-def arrived(memory: Memory, what: int, v: Constexpr) -> None:
-    """Wait for what other blocks of the cluster send."""
-    if v.blocks > 1:
-        cluster.wait(memory.barriers, what)
+def first_to_tell(v: Constexpr) -> int:
+    """Return from which maker on those tell when they are done: q, k and v are also counted."""
+    return 0 if v.blocks == 1 else DECAYS
+
+
+def tellers(v: Constexpr) -> int:
+    """Return how many makers tell; for the gains nobody waits."""
+    return LAST_ROLE - first_to_tell(v)
+
+
+@cute.jit
+def advance(
+    i: Constexpr,
+    span: tuple[Int32, Int32, Int32],
+    where: tuple[Int64, Int64, Int32],
+    place: tuple[Int32, Int32, Int32, Int32],
+    memory: Constexpr,
+    v: Constexpr,
+) -> None:
+    """Take a sequence's head through its tokens.
+
+    Args:
+        i: the call.
+        span: the sequence's first row and length, its accepted tokens less one.
+        where: slots of its window and of the state that it reads, and the lane's own checkpoint.
+        place: head, rank of the block in its cluster, warp and lane.
+        memory: the block's.
+        v: the variant.
+    """
+    one_pass = const_expr(advance_key_rows if v.layout == "kv" else advance_value_rows)
+    _, length, _ = span
+    _, rank, warp, lane = place
+    blocks = const_expr(v.blocks)
+    if const_expr(blocks > 1):
+        mine = (length + (blocks - 1) - rank) // blocks
+        count = mine * D * NUMBER_BYTES
+        cluster.expect(memory.barriers, v.room, count, warp * 32 + lane)
+        cute.arch.cluster_wait()
+    if const_expr(v.schedule.makers):
+        if warp < v.schedule.warps:
+            one_pass(i, span, where, place, memory, v)
+        else:
+            make_ready(i, span, where, place, memory, v)
+    else:
+        one_pass(i, span, where, place, memory, v)
+    cute.arch.sync_threads()
+    if const_expr(blocks > 1):
+        cluster.wait(memory.barriers, v.room)
+    write_outputs(i, memory, v)
 
 
 @cute.jit
@@ -88,7 +127,7 @@ def write_outputs(i: Constexpr, memory: Constexpr, v: Constexpr) -> None:
     length = memory.length[0]
     block, thread = device.register("ctaid.x"), device.register("tid.x")
     head, rank, warp, lane = block // blocks, block % blocks, thread // 32, thread % 32
-    for t in range(rank + blocks * warp, length, blocks * v.schedule.warps):
+    for t in range(rank + blocks * warp, length, blocks * makers.everyone(v)):
         token = token_of(tokens, t)
         if token.slot[0] >= 0:
             finish(token, i, head, lane)
@@ -98,14 +137,13 @@ def write_outputs(i: Constexpr, memory: Constexpr, v: Constexpr) -> None:
                 target[lane + 32 * c] = target.element_type(0.0)
 
 
-def gather(memory: Memory, token: Token, at: Int32, t: Int32, o: Float32, blocks: int) -> None:
+def gather(memory: Memory, token: Token, at: Int32, t: Int32, o: Float32, v: Constexpr) -> None:
     """Hand a number of a token's output to the block that makes its norm."""
     place = token.rows[MADE].iterator + at
-    if blocks == 1:
+    if v.blocks == 1:
         cute.make_tensor(place, cute.make_layout(1))[0] = o
     else:
-        barrier = memory.barriers.iterator + OUTPUTS_ARRIVED
-        cluster.send(place, barrier, t % blocks, (o,))
+        cluster.send(place, memory.barriers.iterator + v.room, t % v.blocks, (o,))
 
 
 def checkpoint(i: Inputs, slot: Int64, own: Int32, vector: int) -> cute.Pointer:
@@ -132,7 +170,6 @@ def advance_value_rows(
     _, source, _ = where
     head, rank, warp, lane = place
     tokens = memory.tokens
-    blocks = const_expr(v.blocks)
     tile, batch = const_expr(v.schedule.tile), const_expr(v.schedule.batch or v.schedule.tile)
     whole = const_expr(value_rows.Cut(STATE_BITS, tile))
     cut = const_expr(value_rows.Cut(STATE_BITS, batch))
@@ -141,15 +178,17 @@ def advance_value_rows(
     S = value_rows.view(i.state_of(source, head), cut)
     if const_expr(v.schedule.token_first):
         make_ready(i, span, where, place, memory, v)
+    makers.wait_for_window_asked(v)
     raw = value_rows.load(S, first + group, key, whole)
-    if const_expr(not v.schedule.token_first):
+    if const_expr(not v.schedule.token_first and not v.schedule.makers):
         make_ready(i, span, where, place, memory, v)
     state = device.converted(raw, Float32)
     device.let_the_next_kernel_start(v.overlaps)
-    cute.arch.sync_threads()
-    arrived(memory, TOKENS_ARRIVED, v)
+    makers.wait(makers.TOKENS_MADE, v.schedule.warps + tellers(v), v)
     own = head * (D * D) + (first + group) * D + key * cut.vector
     for t in range(length):
+        if const_expr(v.blocks > 1):
+            cluster.wait(memory.barriers, t)
         token = token_of(tokens, t)
         slot = Int64(token.slot[0])
         d, k, q = (value_rows.of_lane(token.rows[r], key, cut) for r in (DECAY, K, Q))
@@ -167,15 +206,11 @@ def advance_value_rows(
                 at = mine + j * cut.together
                 bu[j] = b * (values[at] - sk[j])
                 if cut.finishes(key):
-                    gather(
-                        memory, token, at, t, Float32(i.x.element_type(sq[j] + bu[j] * kq)), blocks
-                    )
+                    o = Float32(i.x.element_type(sq[j] + bu[j] * kq))
+                    gather(memory, token, at, t, o, v)
             value_rows.update(rows, None, k, bu, group, cut)
             if slot >= 0:
                 value_rows.store(rows, target, Int32(m * batch), Int32(0), cut)
-    cute.arch.sync_threads()
-    arrived(memory, OUTPUTS_ARRIVED, v)
-    write_outputs(i, memory, v)
 
 
 @cute.jit
@@ -192,7 +227,6 @@ def advance_key_rows(
     _, source, _ = where
     head, rank, warp, lane = place
     tokens = memory.tokens
-    blocks = const_expr(v.blocks)
     cut = const_expr(key_rows.Cut(STATE_BITS, v.schedule.warps, v.schedule.tile))
     vector = const_expr(cut.vector)
     group, column = lane // cut.lanes, lane % cut.lanes
@@ -200,22 +234,24 @@ def advance_key_rows(
     S = key_rows.view(i.state_of(source, head), cut)
     if const_expr(v.schedule.token_first):
         make_ready(i, span, where, place, memory, v)
+    makers.wait_for_window_asked(v)
     raw = key_rows.load(S, first, rank * cut.lanes + column, cut)
-    if const_expr(not v.schedule.token_first):
+    if const_expr(not v.schedule.token_first and not v.schedule.makers):
         make_ready(i, span, where, place, memory, v)
     state = device.converted(raw, Float32)
     device.let_the_next_kernel_start(v.overlaps)
-    cute.arch.sync_threads()
-    arrived(memory, TOKENS_ARRIVED, v)
+    makers.wait(makers.TOKENS_MADE, v.schedule.warps + tellers(v), v)
     own = head * (D * D) + first * D + columns + column * vector
     for t in range(length):
+        if const_expr(v.blocks > 1):
+            cluster.wait(memory.barriers, t)
         token = token_of(tokens, t)
         partial = memory.sums[None, t % 2].iterator
         factors = cute.make_tensor(token.base, cute.make_layout((4, D)))
         key_rows.put_sums(
             state, factors, first, (lane, group, column, warp), partial, cut, keep=True
         )
-        cute.arch.sync_threads()
+        makers.wait(makers.SUMS_MADE, v.schedule.warps, v)
         sk = key_rows.get_sums(partial, 0, column, cut)
         bu = cute.make_rmem_tensor((vector,), Float32)
         b = token.beta[0]
@@ -228,12 +264,9 @@ def advance_key_rows(
             if group == 0:
                 for j in cutlass.range_constexpr(vector):
                     o = Float32(i.x.element_type(sq[j] + bu[j] * kq))
-                    gather(memory, token, columns + column * vector + j, t, o, blocks)
+                    gather(memory, token, columns + column * vector + j, t, o, v)
         key_rows.update(state, factors, first, bu, cut, decayed=True)
         slot = Int64(token.slot[0])
         if slot >= 0:
             target = key_rows.view(checkpoint(i, slot, own, cut.vector), cut)
             key_rows.store(state, target, Int32(0), Int32(0), cut)
-    cute.arch.sync_threads()
-    arrived(memory, OUTPUTS_ARRIVED, v)
-    write_outputs(i, memory, v)

@@ -1,8 +1,8 @@
 """fused_decode in CuTe DSL: convolution, gates, one pass over the state, gated RMSNorm.
 
 Lives here: the kernel, which gives a thread block one row's head, and how a variant is traced for
-the compiler. Not here: what a block does with it (_cute/one_token.py), which variant a call needs
-(launch.py), how work is cut (config.py).
+the compiler. Not here: what a block does with it (_cute/one_token.py, one_token_pass.py), which
+variant a call needs (launch.py), how work is cut (config.py).
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from cutlass import Float32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from kda_kernels._cute import device, one_token
+from kda_kernels._cute import device, one_token, one_token_pass
 from kda_kernels._cute.token import Inputs, write_zeros
 from kda_kernels._cute.tracing import MAX_GRID_Y, any_tensor, grid
 from kda_kernels.fused_decode.launch import TENSORS, Variant
@@ -55,7 +55,7 @@ def kernel(
     i = Inputs(*head_of_call, *tail_of_call)
     if row < x.shape[0]:
         if live:
-            one_token.advance(i, slot, (row, head, rank, thread // 32, thread % 32), memory, v)
+            one_token_pass.advance(i, slot, (row, head, rank, thread // 32, thread % 32), memory, v)
         else:
             write_zeros(i.target(row, head), thread)
 

@@ -13,7 +13,7 @@ from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
-from kda_kernels._cute import device, one_token, sequence, token_loop
+from kda_kernels._cute import device, one_token, one_token_pass, sequence, token_loop
 from kda_kernels._cute.token import Inputs, write_zeros
 from kda_kernels._cute.tracing import MAX_GRID_Y, any_tensor, grid
 from kda_kernels.packed_fused_decode.launch import TENSORS, Variant
@@ -59,11 +59,16 @@ def kernel(
     v: Constexpr,
 ) -> None:
     """One sequence's head to a thread block, and a share of the rows that belong to none."""
-    device.wait_for_the_kernel_before(v.overlaps)
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
     x_index, y, z = cute.arch.block_idx()
     head, rank = x_index // v.blocks, x_index % v.blocks
+    memory = reserve(state.element_type.width, v)
+    if const_expr(v.room == 1):
+        one_token.join(memory, rank, thread, v)
+    else:
+        sequence.join(memory, thread, v)
+    device.wait_for_the_kernel_before(v.overlaps)
     n = y + z * MAX_GRID_Y
     tensors = (x, weight, conv_state, raw_gate, raw_beta, A_log, dt_bias, state)
     others = (output_gate, norm_weight, conv_bias, output, scale, lower_bound, norm_eps)
@@ -104,19 +109,13 @@ def kernel(
             zero_rows(i, head, Int32(0), begin, Int32(1), thread)
     zero_rows(i, head, begin + cutlass.select_(live, length, Int32(0)), end, Int32(1), thread)
     zero_rows(i, head, used + n, rows, cutlass.max(turns, 1), thread)
-    memory = reserve(state.element_type.width, v)
-    if const_expr(v.room == 1):
-        one_token.join(memory, rank, thread, v)
     if live:
         if const_expr(v.room == 1):
-            one_token.advance(i, home, (begin, head, rank, warp, lane), memory, v)
+            one_token_pass.advance(i, home, (begin, head, rank, warp, lane), memory, v)
         else:
             place = (head, rank, warp, lane)
-            taken = (i, (begin, length, accepted), (home, source, own), place, memory, v)
-            if const_expr(v.layout == "kv"):
-                token_loop.advance_key_rows(*taken)
-            else:
-                token_loop.advance_value_rows(*taken)
+            where = (home, source, own)
+            token_loop.advance(i, (begin, length, accepted), where, place, memory, v)
 
 
 def reserve(width: int, v: Variant) -> Any:  # noqa: ANN401
