@@ -23,8 +23,8 @@ class Schedule:
         min_blocks: blocks that must fit on a processor together, which bounds the registers.
         carveout: percentage of the L1 cache that is kept as shared memory.
         batch: layout vk: rows of a warp that are finished together, the whole tile where it is 0.
-        token_first: the warps that prepare the token do so before they read their part of the
-            state, and not while it is on its way.
+        token_first: the warps that prepare the token ask for it before they ask for their part of
+            the state, and not while that is on its way.
         makers: warps beside the others that make tokens and hold no state, 0 where there are none.
     """
 

@@ -9,7 +9,7 @@ Not here: which variant a call needs (launch.py), how work is cut (config.py), c
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int64, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.runtime import make_fake_stream
 from cutlass.memory import SmemAllocator
 
@@ -18,6 +18,39 @@ from kda_kernels._cute.call import VECTOR_BYTES
 from kda_kernels._cute.tracing import MAX_GRID_Y, any_tensor, grid
 from kda_kernels.contract.spec import HEAD_DIM as D
 from kda_kernels.packed_decode.launch import Variant
+
+
+def read_token(
+    inputs: tuple[cute.Tensor, ...],
+    place: tuple[Int32, Int32, Int32, Int32, Int32],
+    cut: value_rows.Cut,
+    v: Variant,
+) -> tuple[Any, ...]:
+    """Return what a lane needs of its token: q, k, raw gate, bias, values, raw beta, A_log.
+
+    Args:
+        inputs: qkv, gate, beta, A_log and dt_bias.
+        place: row, head, how many heads there are, the lane's keys, the first row it finishes.
+        cut: how the lanes share value rows.
+        v: the variant.
+    """
+    qkv, gate, beta, A_log, dt_bias = inputs
+    row, head, heads, key, mine = place
+    token = Int64(row) * qkv.stride[0]
+    at = head * D + key * cut.vector
+    q = device.read(qkv.iterator, token + at, cut.vector, v.aligned)
+    k = device.read(qkv.iterator, token + (heads * D + at), cut.vector, v.aligned)
+    of_gate = Int64(row) * gate.stride[v.gate_axis] + at
+    a = device.read(gate.iterator, of_gate, cut.vector, v.aligned)
+    bias = device.read(dt_bias.iterator, Int64(at), cut.vector, v.aligned)
+    value = cute.make_rmem_tensor((cut.kept,), Float32)
+    for i in range(cut.kept):
+        channel = (2 * heads + head) * D + mine + i * cut.together
+        value[i] = device.element(qkv.iterator, token + channel)
+    axis = v.beta_axis
+    of_beta = Int64(row) * beta.stride[axis] + Int64(head) * beta.stride[axis + 1]
+    raw_beta = device.element(beta.iterator, of_beta)
+    return q, k, a, bias, value, raw_beta, device.element(A_log.iterator, Int64(head))
 
 
 @cute.kernel
@@ -48,14 +81,16 @@ def value_rows_kernel(
     first = (split * v.schedule.warps + warp) * v.schedule.tile
     mine = first + cut.finished(key, group)
     heads = state.shape[1]
-    slot, live = device.slot_and_liveness(
-        state_indices, row, Int64(state.shape[0]), first_slot, v.wraps
-    )
     writes = cut.finishes(key)
+    inputs, place = (qkv, gate, beta, A_log, dt_bias), (row, head, heads, key, mine)
     if row < qkv.shape[0]:
         target = cute.make_tensor(
             output.iterator + ((Int64(row) * heads + head) * D + mine),
             cute.make_layout(kept, stride=together),
+        )
+        early = read_token(inputs, place, cut, v) if const_expr(v.schedule.token_first) else None
+        slot, live = device.slot_and_liveness(
+            state_indices, row, Int64(state.shape[0]), first_slot, v.wraps
         )
         if live:
             base = device.pointer(
@@ -64,26 +99,9 @@ def value_rows_kernel(
             S = value_rows.view(base, cut)
             tile = value_rows.load(S, first + group, key, cut)
             device.let_the_next_kernel_start(v.overlaps)
-            token = Int64(row) * qkv.stride[0]
-            at = head * D + key * vector
-            q = device.read(qkv.iterator, token + at, vector, v.aligned)
-            k = device.read(qkv.iterator, token + (heads * D + at), vector, v.aligned)
-            a = device.read(
-                gate.iterator, Int64(row) * gate.stride[v.gate_axis] + at, vector, v.aligned
-            )
-            bias = device.read(dt_bias.iterator, Int64(at), vector, v.aligned)
-            value = cute.make_rmem_tensor((kept,), Float32)
-            for i in cutlass.range_constexpr(kept):
-                channel = (2 * heads + head) * D + mine + i * together
-                value[i] = device.element(qkv.iterator, token + channel)
-            b = device.sigmoid(
-                device.element(
-                    beta.iterator,
-                    Int64(row) * beta.stride[v.beta_axis]
-                    + Int64(head) * beta.stride[v.beta_axis + 1],
-                )
-            )
-            rate = cute.math.exp(device.element(A_log.iterator, Int64(head)))
+            token = read_token(inputs, place, cut, v) if const_expr(early is None) else early
+            q, k, a, bias, value, raw_beta, raw_rate = token
+            b, rate = device.sigmoid(raw_beta), cute.math.exp(raw_rate)
             qq, kk, qk = Float32(0.0), Float32(0.0), Float32(0.0)
             for j in cutlass.range_constexpr(vector):
                 qq += q[j] * q[j]
