@@ -87,6 +87,7 @@ with torch.no_grad():
 
 
 def test_with_another_library_s_functions_a_layer_is_rewritten_and_they_come_back(tmp_path):
+    pytest.importorskip("transformers", minversion="5.21", reason="older caches are read otherwise")
     for package, name in (("fla/ops/kda", "fused_recurrent_kda"), ("causal_conv1d", None)):
         room = tmp_path / package
         room.mkdir(parents=True)
