@@ -49,13 +49,16 @@ def advance(
             one_pass(i, slot, place, memory, v)
         else:
             prepare(i, slot, place, memory, v)
-            if (warp == v.schedule.maker(GAINS)) & (rank == 0):
+            if warp == v.schedule.maker(GAINS):
                 if const_expr(v.blocks > 1):
-                    cluster.wait(memory.barriers, OUTPUT_ARRIVED)
-                else:
-                    makers.wait(makers.OUTPUT_MADE, writers_of_output(v) + 1, v)
-                cute.arch.sync_warp()
-                finish(memory.token, i, head, lane)
+                    cute.arch.cluster_wait()
+                if rank == 0:
+                    if const_expr(v.blocks > 1):
+                        cluster.wait(memory.barriers, OUTPUT_ARRIVED)
+                    else:
+                        makers.wait(makers.OUTPUT_MADE, writers_of_output(v) + 1, v)
+                    cute.arch.sync_warp()
+                    finish(memory.token, i, head, lane)
     else:
         one_pass(i, slot, place, memory, v)
         # Found out again: nothing has to keep it all the while.
