@@ -88,7 +88,9 @@ def value_rows_kernel(
             output.iterator + ((Int64(row) * heads + head) * D + mine),
             cute.make_layout(kept, stride=together),
         )
-        early = read_token(inputs, place, cut, v) if const_expr(v.schedule.token_first) else None
+        early: Any = (
+            read_token(inputs, place, cut, v) if const_expr(v.schedule.token_first) else None
+        )
         slot, live = device.slot_and_liveness(
             state_indices, row, Int64(state.shape[0]), first_slot, v.wraps
         )
