@@ -106,13 +106,13 @@ def test_the_sources_that_a_key_hashes_are_there(operator):
     assert all(name.startswith(f"{operator}/") for name in launch.SOURCES)
 
 
-def test_few_rows_are_spread_over_more_blocks_than_many():
+def test_few_rows_are_spread_over_more_warps_and_several_blocks():
     for itemsize in (2, 4):
         for layout in ("vk", "kv"):
-            few = choose(PACKED, layout, itemsize, 1, 12, 132).splits(layout)
-            many = choose(PACKED, layout, itemsize, 512, 64, 132).splits(layout)
-            assert few >= many
-            assert few >= 2
+            few = choose(PACKED, layout, itemsize, 1, 12, 132)
+            many = choose(PACKED, layout, itemsize, 512, 64, 132)
+            assert few.splits(layout) * few.warps >= many.splits(layout) * many.warps
+            assert few.splits(layout) >= 2
 
 
 def test_rows_slots_heads_and_strides_share_one_variant():
