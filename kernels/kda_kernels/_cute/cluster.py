@@ -13,6 +13,8 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 
+NUMBER_BYTES = 4
+"""Of what is sent, by which barriers count."""
 _ADDRESSES = (
     "{\n\t.reg .u32 there, bar;\n\tmapa.shared::cluster.u32 there, $0, $2;\n\t"
     "mapa.shared::cluster.u32 bar, $1, $2;\n\t"

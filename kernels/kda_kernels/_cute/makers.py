@@ -10,7 +10,7 @@ from cutlass import Constexpr, cute
 TOKENS_MADE, SUMS_MADE, OUTPUT_MADE, WINDOW_ASKED = 1, 2, 3, 4
 """The barriers. The last lets the window's reads go before those of the state."""
 PARTS = 3
-"""Warps that ask for the window, for q, k and v."""
+"""Of a token's convolution: q, k and v, each with a warp of its own that asks for its window."""
 
 
 def everyone(v: Constexpr) -> int:

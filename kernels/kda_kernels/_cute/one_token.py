@@ -35,7 +35,6 @@ from kda_kernels.contract.spec import HEAD_DIM as D
 
 WINDOW_READ, OUTPUT_ARRIVED = 0, 1
 """Barriers of a cluster's first block."""
-NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,9 @@ def reserve(smem: SmemAllocator, width: int, v: Constexpr) -> Memory:
     if v.blocks == 1:
         return Memory(token, sums, None, None)
     barriers = cluster.reserve(smem, 2)
-    read = smem.allocate_tensor(Float32, cute.make_layout(3 * v.blocks), byte_alignment=4)
+    read = smem.allocate_tensor(
+        Float32, cute.make_layout(makers.PARTS * v.blocks), byte_alignment=4
+    )
     return Memory(token, sums, barriers, read.iterator)
 
 
@@ -73,8 +74,8 @@ def reserve(smem: SmemAllocator, width: int, v: Constexpr) -> Memory:
 def join(memory: Constexpr, rank: Int32, thread: Int32, v: Constexpr) -> None:
     """Tell a cluster's blocks what the first of them will be sent; before anything else."""
     if const_expr(v.blocks > 1):
-        first = cutlass.select_(rank == 0, Int32(NUMBER_BYTES), Int32(0))
-        cluster.announce(memory.barriers, (first * (3 * v.blocks), first * D), thread)
+        first = cutlass.select_(rank == 0, Int32(cluster.NUMBER_BYTES), Int32(0))
+        cluster.announce(memory.barriers, (first * (makers.PARTS * v.blocks), first * D), thread)
 
 
 @cute.jit

@@ -33,9 +33,6 @@ HISTORY = convolution.HISTORY
 STEP = 4
 """Tokens that are prepared at once. With three or more the history of the next ones is all in the
 packed rows."""
-ROWS_SENT = 3
-"""Of a token: q, k and v, which one block of a cluster makes for all."""
-NUMBER_BYTES = 4
 LAST_ROLE = 5
 """Of those that prepare a sequence: betas and slots, behind what prepares a token."""
 STATE_BITS = 32
@@ -76,7 +73,8 @@ def reserve(smem: SmemAllocator, v: Constexpr) -> Memory:
 def join(memory: Memory, thread: Int32, v: Constexpr) -> None:
     """Tell a cluster's other blocks what they will send; before anything else."""
     if v.blocks > 1:
-        each = Int32(ROWS_SENT * D * NUMBER_BYTES)
+        # Of a token one block makes each of q, k and v for all.
+        each = Int32(makers.PARTS * D * cluster.NUMBER_BYTES)
         cluster.announce(memory.barriers, (each,) * v.room + (None,), thread)
 
 

@@ -13,7 +13,6 @@ from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 from kda_kernels._cute import cluster, device, key_rows, makers, value_rows
 from kda_kernels._cute.sequence import (
     LAST_ROLE,
-    NUMBER_BYTES,
     STATE_BITS,
     Memory,
     prepare_all,
@@ -100,7 +99,7 @@ def advance(
     blocks = const_expr(v.blocks)
     if const_expr(blocks > 1):
         mine = (length + (blocks - 1) - rank) // blocks
-        count = mine * D * NUMBER_BYTES
+        count = mine * D * cluster.NUMBER_BYTES
         cluster.expect(memory.barriers, v.room, count, warp * 32 + lane)
         cute.arch.cluster_wait()
     if const_expr(v.schedule.makers):
