@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
 from kda_kernels._cute import device
@@ -66,27 +66,36 @@ class Cut:
         return 2 * self.vector // self.together
 
 
-def view(base: cute.Pointer, cut: Cut) -> cute.Tensor:
-    """See the 128x128 state at ``base`` as (vector, key row, lane)."""
-    size, vector = HEAD_DIM, cut.vector
-    return cute.make_tensor(
-        base, cute.make_layout((vector, size, size // vector), stride=(1, size, vector))
-    )
+def start(base: cute.Pointer, first: Int32, column: Int32, cut: Cut) -> cute.Pointer:
+    """Return where a lane's part of the 128x128 state at ``base`` starts.
+
+    It is the lane's columns, the vector number ``column``, of the key rows ``first``,
+    ``first + together``, ... . The rest of an address is a constant then.
+    """
+    alignment = cut.vector * base.dtype.width // 8
+    at = Int64(first * HEAD_DIM + column * cut.vector)
+    return device.opaque(device.pointer(base, at, alignment), alignment)
 
 
-def load(S: cute.Tensor, first: Int32, column: Int32, cut: Cut) -> cute.Tensor:
-    """Read a lane's columns of the key rows ``first``, ``first + together``, ... ."""
-    tile = cute.make_rmem_tensor(cute.make_layout((cut.vector, cut.held)), S.element_type)
+def _rows(place: cute.Pointer, cut: Cut) -> cute.Tensor:
+    layout = cute.make_layout((cut.vector, cut.held), stride=(1, cut.together * HEAD_DIM))
+    return cute.make_tensor(place, layout)
+
+
+def load(place: cute.Pointer, cut: Cut) -> cute.Tensor:
+    """Read a lane's part that starts at ``place``."""
+    tile = cute.make_rmem_tensor(cute.make_layout((cut.vector, cut.held)), place.dtype)
+    rows = _rows(place, cut)
     for i in range(cut.held):
-        cute.autovec_copy(S[None, first + i * cut.together, column], tile[None, i])
+        cute.autovec_copy(rows[None, i], tile[None, i])
     return tile
 
 
-def store(tile: cute.Tensor, S: cute.Tensor, first: Int32, column: Int32, cut: Cut) -> None:
-    """Write columns that ``load`` read to the same columns of S, rounded to its type."""
+def store(tile: cute.Tensor, place: cute.Pointer, cut: Cut) -> None:
+    """Write a lane's part to ``place``, rounded to the type that is there."""
+    rows = _rows(place, cut)
     for i in range(cut.held):
-        rounded = device.converted(tile[None, i], S.element_type)
-        cute.autovec_copy(rounded, S[None, first + i * cut.together, column])
+        cute.autovec_copy(device.converted(tile[None, i], place.dtype), rows[None, i])
 
 
 def partial_sums(smem: SmemAllocator, cut: Cut) -> cute.Pointer:
@@ -148,8 +157,9 @@ def put_sums(
     for i in range(cut.held):
         _hold_reads_back(i, keep)
         cute.autovec_copy(factors[None, first + i * together], factor)
+        old = device.unpacked(tile[None, i])
         for j in range(vector):
-            decayed = Float32(tile[j, i]) * factor[0]
+            decayed = old[j] * factor[0]
             if keep:
                 tile[j, i] = decayed
             both[j] += decayed * factor[1]
@@ -196,8 +206,8 @@ def update(
     factor = cute.make_rmem_tensor((4,), Float32)
     for i in range(cut.held):
         _hold_reads_back(i, decayed)
-        device.launder_packed(tile[None, i])
+        old = device.unpacked(tile[None, i], again=True)
         cute.autovec_copy(factors[None, first + i * cut.together], factor)
         for j in range(cut.vector):
-            old = Float32(tile[j, i]) if decayed else Float32(tile[j, i]) * factor[0]
-            tile[j, i] = tile.element_type(old + bu[j] * factor[1])
+            kept = old[j] if decayed else old[j] * factor[0]
+            tile[j, i] = tile.element_type(kept + bu[j] * factor[1])

@@ -7,7 +7,7 @@ sequence.py), and blocks that wait for other blocks (cluster.py).
 
 from cutlass import Constexpr, cute
 
-TOKENS_MADE, SUMS_MADE, OUTPUT_MADE, WINDOW_ASKED = 1, 2, 3, 4
+TOKENS_MADE, SUMS_MADE, WINDOW_ASKED = 1, 2, 3
 """The barriers. The last lets the window's reads go before those of the state."""
 PARTS = 3
 """Of a token's convolution: q, k and v, each with a warp of its own that asks for its window."""

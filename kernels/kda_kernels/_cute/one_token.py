@@ -29,6 +29,7 @@ from kda_kernels._cute.token import (
     put_decays,
     put_gains,
     put_numbers,
+    read_gains,
     token_of,
 )
 from kda_kernels.contract.spec import HEAD_DIM as D
@@ -146,7 +147,8 @@ def prepare(
 ) -> None:
     """Make a token in shared memory, each of its rows with the lanes of one warp.
 
-    Its rows are q and k, as unit vectors, v, the decay, and the gain behind the norm.
+    Its rows are q and k, as unit vectors, v, the decay, and the gain behind the norm. The last of
+    makers has yet to tell of the decay and to make the gain.
     """
     row, head, rank, warp, lane = place
     token, part = memory.token, warp - v.schedule.maker(0)
@@ -156,9 +158,9 @@ def prepare(
         if lane == 0:
             put_numbers(token, i, row, head, v)
         put_decays((token,), i, (row,), head, lane, v)
-        makers.tell(makers.TOKENS_MADE, makers.everyone(v), v)
-    if warp == v.schedule.maker(GAINS):
-        put_gains((token,), i, (row,), head, lane, v)
+    if const_expr(not v.schedule.makers):
+        if warp == v.schedule.maker(GAINS):
+            put_gains((token,), read_gains(i, (row,), head, lane, v), lane)
 
 
 @cute.jit
@@ -171,7 +173,6 @@ def say_read(
     """
     part, rank, lane = place
     used = device.lane_sum(device.sum_of_squares(made), 32)
-    cute.arch.cluster_wait()
     if lane == 0:
         there = memory.read + (part * v.blocks + rank)
         cluster.send(there, memory.barriers.iterator + WINDOW_READ, Int32(0), (used,))

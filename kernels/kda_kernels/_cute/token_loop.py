@@ -181,7 +181,7 @@ def advance_value_rows(
     raw = value_rows.load(S, first + group, key, whole)
     if const_expr(not v.schedule.token_first and not v.schedule.makers):
         make_ready(i, span, where, place, memory, v)
-    state = device.converted(raw, Float32)
+    state = device.unpacked(raw)
     device.let_the_next_kernel_start(v.overlaps)
     makers.wait(makers.TOKENS_MADE, v.schedule.warps + tellers(v), v)
     own = head * (D * D) + (first + group) * D + key * cut.vector
@@ -230,16 +230,16 @@ def advance_key_rows(
     vector = const_expr(cut.vector)
     group, column = lane // cut.lanes, lane % cut.lanes
     first, columns = warp * cut.keys + group, rank * v.schedule.tile
-    S = key_rows.view(i.state_of(source, head), cut)
+    S = key_rows.start(i.state_of(source, head), first, rank * cut.lanes + column, cut)
     if const_expr(v.schedule.token_first):
         make_ready(i, span, where, place, memory, v)
     makers.wait_for_window_asked(v)
-    raw = key_rows.load(S, first, rank * cut.lanes + column, cut)
+    raw = key_rows.load(S, cut)
     if const_expr(not v.schedule.token_first and not v.schedule.makers):
         make_ready(i, span, where, place, memory, v)
-    state = device.converted(raw, Float32)
     device.let_the_next_kernel_start(v.overlaps)
     makers.wait(makers.TOKENS_MADE, v.schedule.warps + tellers(v), v)
+    state = device.unpacked(raw)
     own = head * (D * D) + first * D + columns + column * vector
     for t in range(length):
         if const_expr(v.blocks > 1):
@@ -267,5 +267,4 @@ def advance_key_rows(
         key_rows.update(state, factors, first, bu, cut, decayed=True)
         slot = Int64(token.slot[0])
         if slot >= 0:
-            target = key_rows.view(checkpoint(i, slot, own, cut.vector), cut)
-            key_rows.store(state, target, Int32(0), Int32(0), cut)
+            key_rows.store(state, checkpoint(i, slot, own, cut.vector), cut)

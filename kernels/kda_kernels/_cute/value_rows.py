@@ -122,8 +122,9 @@ def sums(
     both = cute.make_rmem_tensor((2 * held,), Float32)
     for i in range(held):
         sk, sq = Float32(0.0), Float32(0.0)
+        old = device.unpacked(tile[None, i])
         for j in range(cut.vector):
-            decayed = Float32(tile[j, i]) * d[j]
+            decayed = old[j] * d[j]
             if keep:
                 tile[j, i] = decayed
             sk += decayed * k[j]
@@ -157,9 +158,9 @@ def update(
     Without ``d`` it is S' already.
     """
     for i in range(cut.held):
-        device.launder_packed(tile[None, i])
+        old = device.unpacked(tile[None, i], again=True)
         source = group * cut.lanes + ((i // cut.kept) << cut.spread)
         bu_row = cute.arch.shuffle_sync(bu[i % cut.kept], source)
         for j in range(cut.vector):
-            decayed = Float32(tile[j, i]) if d is None else Float32(tile[j, i]) * d[j]
+            decayed = old[j] if d is None else old[j] * d[j]
             tile[j, i] = tile.element_type(decayed + bu_row * k[j])

@@ -17,15 +17,15 @@ from kda_kernels.schedule import Schedule, Table, without_clusters
 SCHEDULES: Table = {
     ("vk", 4): (
         (0.45, Schedule(4, 4, 4, 25, 4, makers=4)),
-        (10, Schedule(8, 16, 2, 25, 4, token_first=True)),
+        (14, Schedule(8, 16, 2, 25, 4, token_first=True)),
         (math.inf, Schedule(16, 8, 2, 25, 4, token_first=True)),
     ),
     ("vk", 2): (
         (0.6, Schedule(4, 16, 1, 25, 8, makers=4)),
-        (2.5, Schedule(8, 16, 2, 25, 8, token_first=True)),
-        (3.5, Schedule(8, 16, 3, 25, 4, token_first=True)),
-        (5, Schedule(8, 16, 2, 25, 8, token_first=True)),
-        (math.inf, Schedule(8, 16, 3, 25, 4, token_first=True)),
+        (2.01, Schedule(8, 16, 2, 25, 4, token_first=True)),
+        (3.01, Schedule(8, 16, 3, 25, 2, token_first=True)),
+        (4.01, Schedule(8, 16, 2, 25, 4, token_first=True)),
+        (math.inf, Schedule(8, 16, 3, 25, 2, token_first=True)),
     ),
     ("kv", 4): (
         (0.2, Schedule(4, 32, 1, 25, makers=4)),
@@ -34,10 +34,8 @@ SCHEDULES: Table = {
     ),
     ("kv", 2): (
         (0.2, Schedule(4, 32, 1, 25, makers=4)),
-        (2.5, Schedule(4, 128, 2, 25, makers=4)),
-        (3.5, Schedule(4, 128, 3, 25)),
-        (12, Schedule(4, 128, 2, 25, makers=4)),
-        (math.inf, Schedule(4, 128, 3, 25)),
+        (2.01, Schedule(4, 128, 2, 25, makers=4)),
+        (math.inf, Schedule(4, 128, 4, 25, token_first=True)),
     ),
 }
 WITHOUT_CLUSTERS = without_clusters(SCHEDULES)

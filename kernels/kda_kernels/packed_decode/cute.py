@@ -172,10 +172,10 @@ def key_rows_kernel(
             base = device.pointer(
                 state.iterator, slot * state.stride[0] + Int64(head) * (D * D), VECTOR_BYTES
             )
-            S = key_rows.view(base, cut)
             first = warp * keys + group
             at = split * cut.lanes + column
-            tile = key_rows.load(S, first, at, cut)
+            place = key_rows.start(base, first, at, cut)
+            tile = key_rows.load(place, cut)
             device.let_the_next_kernel_start(v.overlaps)
             token = Int64(row) * qkv.stride[0]
             own = warp * keys + lane % keys
@@ -218,15 +218,15 @@ def key_rows_kernel(
             )
             cute.arch.sync_threads()
             sk = key_rows.get_sums(partial, 0, column, cut)
-            sq = key_rows.get_sums(partial, 1, column, cut)
             bu = cute.make_rmem_tensor((vector,), Float32)
             for j in cutlass.range_constexpr(vector):
                 bu[j] = b * (values[j] - sk[j])
             if (warp == 0) & (group == 0):
+                sq = key_rows.get_sums(partial, 1, column, cut)
                 for j in cutlass.range_constexpr(vector):
                     target[j] = output.element_type(sq[j] + bu[j] * kq)
             key_rows.update(tile, factors, first, bu, cut)
-            key_rows.store(tile, S, first, at, cut)
+            key_rows.store(tile, place, cut)
         elif (warp == 0) & (group == 0):
             for j in cutlass.range_constexpr(vector):
                 target[j] = output.element_type(0.0)

@@ -40,7 +40,7 @@ SCHEDULES: Table = {
     ("kv", 2): (
         (0.6, Schedule(4, 64, 1, 25, makers=6)),
         (15, Schedule(8, 128, 2, 25, token_first=True)),
-        (math.inf, Schedule(8, 128, 2, 25)),
+        (math.inf, Schedule(4, 128, 3, 25)),
     ),
 }
 
