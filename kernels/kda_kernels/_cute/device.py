@@ -235,22 +235,20 @@ def vector(base: cute.Pointer, offset: Int64, count: int, alignment: int) -> cut
     return cute.make_tensor(pointer(base, offset, alignment), cute.make_layout(count))
 
 
-def fetch(base: cute.Pointer, offset: Int64, count: int, aligned: bool) -> cute.Tensor:
-    """Return ``count`` neighbouring elements in their own type; nothing waits for them yet.
+def read(base: cute.Pointer, offset: Int64, count: int, aligned: bool) -> cute.Tensor:
+    """Return ``count`` neighbouring elements as float32 registers.
 
     ``aligned`` promises that they start at a multiple of their own size or of 16 bytes, whichever
     is less; without it they are read one by one.
     """
     width = base.dtype.width
     step = min(VECTOR_BYTES, count * width // 8) if aligned else width // 8
-    result = cute.make_rmem_tensor((count,), base.dtype)
-    cute.autovec_copy(vector(base, offset, count, step), result)
+    raw = cute.make_rmem_tensor((count,), base.dtype)
+    cute.autovec_copy(vector(base, offset, count, step), raw)
+    result = cute.make_rmem_tensor((count,), Float32)
+    for i in range(count):
+        result[i] = Float32(raw[i])
     return result
-
-
-def read(base: cute.Pointer, offset: Int64, count: int, aligned: bool) -> cute.Tensor:
-    """Return what ``fetch`` does as float32."""
-    return converted(fetch(base, offset, count, aligned), Float32)
 
 
 def converted(values: cute.Tensor, dtype: Any) -> cute.Tensor:  # noqa: ANN401 - a CUTLASS type

@@ -29,7 +29,6 @@ from kda_kernels._cute.token import (
     put_decays,
     put_gains,
     put_numbers,
-    read_gains,
     token_of,
 )
 from kda_kernels.contract.spec import HEAD_DIM as D
@@ -147,8 +146,7 @@ def prepare(
 ) -> None:
     """Make a token in shared memory, each of its rows with the lanes of one warp.
 
-    Its rows are q and k, as unit vectors, v, the decay, and the gain behind the norm. The last of
-    makers has yet to tell of the decay and to make the gain.
+    Its rows are q and k, as unit vectors, v, the decay, and the gain behind the norm.
     """
     row, head, rank, warp, lane = place
     token, part = memory.token, warp - v.schedule.maker(0)
@@ -158,9 +156,9 @@ def prepare(
         if lane == 0:
             put_numbers(token, i, row, head, v)
         put_decays((token,), i, (row,), head, lane, v)
-    if const_expr(not v.schedule.makers):
-        if warp == v.schedule.maker(GAINS):
-            put_gains((token,), read_gains(i, (row,), head, lane, v), lane)
+        makers.tell(makers.TOKENS_MADE, makers.everyone(v), v)
+    if warp == v.schedule.maker(GAINS):
+        put_gains((token,), i, (row,), head, lane, v)
 
 
 @cute.jit

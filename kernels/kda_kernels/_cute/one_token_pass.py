@@ -9,20 +9,8 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 
 from kda_kernels._cute import cluster, device, key_rows, makers, value_rows
-from kda_kernels._cute.one_token import OUTPUT_ARRIVED, Memory, prepare
-from kda_kernels._cute.token import (
-    DECAY,
-    GAINS,
-    MADE,
-    Inputs,
-    K,
-    Q,
-    V,
-    dot_of_units,
-    finish,
-    put_gains,
-    read_gains,
-)
+from kda_kernels._cute.one_token import OUTPUT_ARRIVED, prepare
+from kda_kernels._cute.token import DECAY, GAINS, MADE, K, Q, V, dot_of_units, finish
 from kda_kernels.contract.spec import HEAD_DIM as D
 
 
@@ -55,7 +43,7 @@ def advance(
         v: the variant.
     """
     one_pass = const_expr(advance_key_rows if v.layout == "kv" else advance_value_rows)
-    _, _, _, warp, _ = place
+    _, head, rank, warp, lane = place
     if const_expr(v.blocks > 1):
         cute.arch.cluster_wait()
     if const_expr(v.schedule.makers):
@@ -63,38 +51,21 @@ def advance(
             one_pass(i, slot, place, memory, v)
         else:
             prepare(i, slot, place, memory, v)
-            if warp == v.schedule.maker(GAINS):
-                norm(i, place, memory, v)
     else:
         one_pass(i, slot, place, memory, v)
+    if const_expr(v.blocks > 1):
+        if (warp == v.schedule.maker(GAINS)) & (rank == 0):
+            cluster.wait(memory.barriers, OUTPUT_ARRIVED)
+            cute.arch.sync_warp()
+            finish(memory.token, i, head, lane)
+    else:
+        if const_expr(v.schedule.makers or v.layout == "vk"):
+            # Other warps than the one that norms made the output or the gains.
+            cute.arch.sync_threads()
         # Found out again: nothing has to keep it all the while.
         thread = device.register("tid.x")
         if thread // 32 == (0 if v.layout == "kv" else v.schedule.warps - 1):
             finish(memory.token, i, device.register("ctaid.x"), thread % 32)
-
-
-@cute.jit
-def norm(
-    i: Constexpr, place: tuple[Int32, Int32, Int32, Int32, Int32], memory: Constexpr, v: Constexpr
-) -> None:
-    """Norm the output with the last maker, which may have to make it first."""
-    row, head, rank, _, lane = place
-    read = read_gains(i, (row,), head, lane, v)
-    if const_expr(makes_output(v)):
-        cut = const_expr(cut_of_columns(i, v))
-        makers.wait(makers.TOKENS_MADE, makers.everyone(v), v)
-        kq = dot_of_units(memory.token, lane)
-        makers.wait(makers.SUMS_MADE, waiters_for_sums(v), v)
-        bu = innovation(memory, rank, lane % cut.lanes, cut)
-        gather_columns(i, memory, (rank, lane), bu, kq, cut, v)
-    else:
-        makers.tell(makers.TOKENS_MADE, makers.everyone(v), v)
-    if rank == 0:
-        put_gains((memory.token,), read, lane)
-        if const_expr(v.blocks > 1):
-            cluster.wait(memory.barriers, OUTPUT_ARRIVED)
-        cute.arch.sync_warp()
-        finish(memory.token, i, head, lane)
 
 
 @cute.jit
@@ -140,57 +111,6 @@ def advance_value_rows(
                 gather(memory, at, Float32(i.x.element_type(sq[j] + bu[j] * kq)), v)
         value_rows.update(part, d, k, bu, group, cut)
         value_rows.store(part, S, start + group, key, cut)
-    if const_expr(not v.schedule.makers):
-        cute.arch.sync_threads()
-
-
-def cut_of_columns(i: Inputs, v: Constexpr) -> key_rows.Cut:
-    """Return how layout kv is cut."""
-    return key_rows.Cut(i.state.element_type.width, v.schedule.warps, v.schedule.tile)
-
-
-def makes_output(v: Constexpr) -> bool:
-    """Tell whether the last maker makes the output of layout kv, and not the first warp.
-
-    So where a block has a head to itself: nobody has to hand it over then. Else it is sent anyway.
-    """
-    return v.layout == "kv" and v.schedule.makers > 0 and v.blocks == 1
-
-
-def waiters_for_sums(v: Constexpr) -> int:
-    """Return how many warps wait for the sums: those that make them, and who makes the output."""
-    return v.schedule.warps + makes_output(v)
-
-
-def innovation(memory: Memory, rank: Int32, column: Int32, cut: key_rows.Cut) -> cute.Tensor:
-    """Return a lane's part of beta * (v - S'k), of the block's column ``column`` on."""
-    token, own = memory.token, (rank * cut.lanes + column) * cut.vector
-    sk = key_rows.get_sums(memory.sums, 0, column, cut)
-    bu = cute.make_rmem_tensor((cut.vector,), Float32)
-    b = token.beta[0]
-    for j in range(cut.vector):
-        bu[j] = b * (token.rows[V][own + j] - sk[j])
-    return bu
-
-
-@cute.jit
-def gather_columns(
-    i: Constexpr,
-    memory: Constexpr,
-    place: tuple[Int32, Int32],
-    bu: cute.Tensor,
-    kq: Float32,
-    cut: Constexpr,
-    v: Constexpr,
-) -> None:
-    """Make the output of a block's columns with one warp, of the sums and the innovation."""
-    rank, lane = place
-    group, column = lane // cut.lanes, lane % cut.lanes
-    sq = key_rows.get_sums(memory.sums, 1, column, cut)
-    if group == 0:
-        for j in cutlass.range_constexpr(cut.vector):
-            at = (rank * cut.lanes + column) * cut.vector + j
-            gather(memory, at, Float32(i.x.element_type(sq[j] + bu[j] * kq)), v)
 
 
 @cute.jit
@@ -203,12 +123,13 @@ def advance_key_rows(
 ) -> None:
     """Layout kv: a warp owns key rows, and all warps finish the sums of all value columns."""
     _, head, rank, warp, lane = place
-    cut = const_expr(cut_of_columns(i, v))
+    cut = const_expr(key_rows.Cut(i.state.element_type.width, v.schedule.warps, v.schedule.tile))
+    vector = const_expr(cut.vector)
     group, column = lane // cut.lanes, lane % cut.lanes
     token, partial = memory.token, memory.sums
     factors = cute.make_tensor(token.base, cute.make_layout((4, D)))
-    first = warp * cut.keys + group
-    own = key_rows.start(i.state_of(slot, head), first, rank * cut.lanes + column, cut)
+    first, at = warp * cut.keys + group, rank * cut.lanes + column
+    own = key_rows.start(i.state_of(slot, head), first, at, cut)
     if const_expr(v.schedule.token_first):
         prepare(i, slot, place, memory, v)
     makers.wait_for_window_asked(v)
@@ -218,12 +139,19 @@ def advance_key_rows(
         prepare(i, slot, place, memory, v)
     makers.wait(makers.TOKENS_MADE, makers.everyone(v), v)
     key_rows.put_sums(tile, factors, first, (lane, group, column, warp), partial, cut)
-    makers.wait(makers.SUMS_MADE, waiters_for_sums(v), v)
-    bu = innovation(memory, rank, column, cut)
-    if const_expr(not makes_output(v)):
-        if warp == 0:
-            kq = dot_of_units(token, lane)
-            gather_columns(i, memory, (rank, lane), bu, kq, cut, v)
-            cute.arch.sync_warp()
+    makers.wait(makers.SUMS_MADE, v.schedule.warps, v)
+    sk = key_rows.get_sums(partial, 0, column, cut)
+    bu = cute.make_rmem_tensor((vector,), Float32)
+    b = token.beta[0]
+    for j in cutlass.range_constexpr(vector):
+        bu[j] = b * (token.rows[V][at * vector + j] - sk[j])
+    if warp == 0:
+        kq = dot_of_units(token, lane)
+        sq = key_rows.get_sums(partial, 1, column, cut)
+        if group == 0:
+            for j in cutlass.range_constexpr(vector):
+                o = Float32(i.x.element_type(sq[j] + bu[j] * kq))
+                gather(memory, at * vector + j, o, v)
+        cute.arch.sync_warp()
     key_rows.update(tile, factors, first, bu, cut)
     key_rows.store(tile, own, cut)

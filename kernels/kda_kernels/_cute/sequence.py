@@ -25,7 +25,6 @@ from kda_kernels._cute.token import (
     put_decays,
     put_everywhere,
     put_gains,
-    read_gains,
     token_of,
 )
 from kda_kernels.contract.spec import HEAD_DIM as D
@@ -271,7 +270,7 @@ def prepare(
         numbers = const_expr(range(0, STEP, v.blocks))
         rows = tuple(begin + cutlass.min(start + t + rank, length - 1) for t in numbers)
         mine = tuple(token_of(tokens, start + t + rank) for t in numbers)
-        put_gains(mine, read_gains(i, rows, head, lane, v), lane)
+        put_gains(mine, i, rows, head, lane, v)
 
 
 @cute.jit

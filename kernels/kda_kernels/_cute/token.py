@@ -195,7 +195,7 @@ def channels_of(
     """Return a lane's channels of rows of a gate, all asked for before one is waited for."""
     source, stride = getattr(i, name), getattr(i, name).stride[v.row_axis(name)]
     offsets = [Int64(row) * stride + (head * D + lane * convolution.CHANNELS) for row in rows]
-    return [device.fetch(source.iterator, at, convolution.CHANNELS, aligned) for at in offsets]
+    return [device.read(source.iterator, at, convolution.CHANNELS, aligned) for at in offsets]
 
 
 def put_decays(
@@ -212,32 +212,28 @@ def put_decays(
     channel = Int64(head * D + lane * count)
     bias = device.read(i.dt_bias.iterator, channel, count, v.aligned)
     rate = cute.math.exp(device.element(i.A_log.iterator, Int64(head)))
-    for token, gate in zip(tokens, gates, strict=True):
-        a = device.converted(gate, Float32)
+    for token, a in zip(tokens, gates, strict=True):
         for c in range(count):
             a[c] = device.decay(a[c] + bias[c], rate, i.lower_bound, v.softplus)
         put(token.rows[DECAY], a, lane)
 
 
-def read_gains(
-    i: Inputs, rows: tuple[Int32, ...], head: Int32, lane: Int32, v: Constexpr
-) -> tuple[list[cute.Tensor], cute.Tensor]:
-    """Ask for what gains are made of: the gates of rows, and the norm's weights."""
+def put_gains(
+    tokens: tuple[Token, ...],
+    i: Inputs,
+    rows: tuple[Int32, ...],
+    head: Int32,
+    lane: Int32,
+    v: Constexpr,
+) -> None:
+    """Make the gains of tokens behind the norm, each of the row beside it."""
     count = convolution.CHANNELS
     gates = channels_of(i, "output_gate", rows, head, lane, v, aligned=False)
-    return gates, device.fetch(i.norm_weight.iterator, Int64(lane * count), count, False)
-
-
-def put_gains(
-    tokens: tuple[Token, ...], read: tuple[list[cute.Tensor], cute.Tensor], lane: Int32
-) -> None:
-    """Make the gains of tokens behind the norm, of what was read for a row each."""
-    gates, weights = read[0], device.converted(read[1], Float32)
+    weights = device.read(i.norm_weight.iterator, Int64(lane * count), count, False)
     for token, gate in zip(tokens, gates, strict=True):
-        gain = device.converted(gate, Float32)
-        for c in range(convolution.CHANNELS):
-            gain[c] = weights[c] * device.sigmoid(gain[c])
-        put(token.rows[GAIN], gain, lane)
+        for c in range(count):
+            gate[c] = weights[c] * device.sigmoid(gate[c])
+        put(token.rows[GAIN], gate, lane)
 
 
 @cute.jit
