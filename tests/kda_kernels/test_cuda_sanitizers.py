@@ -1,22 +1,41 @@
 """Compute Sanitizer finds nothing in small calls of every operator."""
 
+import importlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from kda_kernels.plan import CONTRACTS
+from kda_kernels.schedule import every
 from kda_kernels.testing import small_calls
 
 OPERATORS = {contract.name: contract for contract in CONTRACTS}
-CALLS = 28
+CALLS = 32
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_small_calls_run(name):
     assert small_calls.run("cpu", OPERATORS[name]) == CALLS
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_small_calls_take_every_schedule(name):
+    launch, config = (
+        importlib.import_module(f"kda_kernels.{name}.{module}") for module in ("launch", "config")
+    )
+    taken = {
+        (values["state_layout"], values["state"].itemsize, variant.schedule)
+        for values in small_calls.calls(OPERATORS[name])
+        for variant in [launch.variant_of(values, torch.bfloat16, processors=132)]
+    }
+    for layout, itemsize in itertools.product(("vk", "kv"), (4, 2)):
+        wanted = every(config.SCHEDULES, layout, itemsize)
+        assert taken >= {(layout, itemsize, schedule) for schedule in wanted}
 
 
 @pytest.mark.gpu

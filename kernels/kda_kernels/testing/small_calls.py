@@ -1,8 +1,8 @@
 """Small calls for a sanitizer to watch: ``python -m kda_kernels.testing.small_calls cuda NAME``.
 
-Lives here: calls of one operator that together take every schedule's paths, null and live rows,
-padding, offsets and cut sequences, in seconds each even where every access is checked. Not here:
-whether results are right (compare.py and the tests).
+Lives here: calls of one operator that together take every schedule of a device with 132 processors,
+null and live rows, padding, offsets and cut sequences, in seconds each even where every access is
+checked. Not here: whether results are right (compare.py and the tests).
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from kda_kernels.plan import CONTRACTS
 from kda_kernels.testing.cases import Case, draw, output_of
 from kda_kernels.testing.device import Values, launch, moved, on
 
-ROWS = ((1, 1), (3, 2), (20, 3), (40, 6), (77, 3), (140, 3), (450, 3))
+ROWS = ((1, 1), (3, 2), (20, 3), (50, 3), (50, 6), (140, 3), (450, 3), (155, 12))
 """Rows and heads of the operators with one token a row."""
-SEQUENCES = ((1, 1, 1), (3, 1, 2), (2, 2, 3), (40, 3, 4), (5, 4, 6), (2, 7, 3), (1, 16, 2))
+SEQUENCES = (
+    *((1, 1, 1), (3, 1, 2), (2, 2, 3), (40, 3, 4)),
+    *((5, 4, 6), (2, 7, 3), (1, 16, 2), (100, 2, 20)),
+)
 """Sequences, tokens of each and heads."""
 BEYOND = 2**31 - 1
 """An index that no pool has."""
