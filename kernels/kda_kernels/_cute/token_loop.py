@@ -181,9 +181,9 @@ def advance_value_rows(
     raw = value_rows.load(S, first + group, key, whole)
     if const_expr(not v.schedule.token_first and not v.schedule.makers):
         make_ready(i, span, where, place, memory, v)
-    state = device.unpacked(raw)
     device.let_the_next_kernel_start(v.overlaps)
     makers.wait(makers.TOKENS_MADE, v.schedule.warps + tellers(v), v)
+    state = device.unpacked(raw)
     own = head * (D * D) + (first + group) * D + key * cut.vector
     for t in range(length):
         if const_expr(v.blocks > 1):
