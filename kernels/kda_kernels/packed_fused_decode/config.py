@@ -18,17 +18,23 @@ LEAST_ROOM = 4
 # What was the fastest on an H200 (132 processors, T of 2, 4 and 8) of what needs no local memory.
 # The state stays in registers as float32 whatever its pool's type. Blocks of a cluster share the
 # heads of few sequences, and always those of float32 states; the fewest have warps of their own to
-# make the tokens. Of very many states those of layout kv are asked for before the tokens are made.
-# docs/tuning.md has the figures.
+# make the tokens. Two blocks on a processor or three: whichever leaves less of the last wave empty.
+# Of very many states those of layout kv are asked for before the tokens are made. docs/tuning.md
+# has the figures.
 SCHEDULES: Table = {
     ("vk", 4): (
         (0.2, Schedule(4, 8, 1, 25, 8, makers=6)),
         (0.6, Schedule(8, 8, 1, 25, 8, makers=6)),
-        (math.inf, Schedule(8, 8, 2, 25, 8, token_first=True)),
+        (2.01, Schedule(8, 8, 2, 25, 8, token_first=True)),
+        (math.inf, Schedule(8, 8, 3, 25, 8, token_first=True)),
     ),
     ("vk", 2): (
         (0.2, Schedule(4, 8, 1, 25, 8, makers=6)),
         (0.6, Schedule(8, 8, 1, 25, 8, makers=6)),
+        (2.01, Schedule(8, 16, 2, 25, 16, token_first=True)),
+        (3.01, Schedule(4, 32, 3, 25, 32, token_first=True)),
+        (8.01, Schedule(8, 16, 2, 25, 16, token_first=True)),
+        (9.01, Schedule(4, 32, 3, 25, 32, token_first=True)),
         (math.inf, Schedule(8, 16, 2, 25, 16, token_first=True)),
     ),
     ("kv", 4): (
@@ -39,7 +45,14 @@ SCHEDULES: Table = {
     ),
     ("kv", 2): (
         (0.6, Schedule(4, 64, 1, 25, makers=6)),
-        (15, Schedule(8, 128, 2, 25, token_first=True)),
+        (2.01, Schedule(8, 128, 2, 25, token_first=True)),
+        (3.01, Schedule(4, 128, 3, 25, token_first=True)),
+        (4.01, Schedule(8, 128, 2, 25, token_first=True)),
+        (6.01, Schedule(4, 128, 3, 25, token_first=True)),
+        (8.01, Schedule(8, 128, 2, 25, token_first=True)),
+        (9.01, Schedule(4, 128, 3, 25, token_first=True)),
+        (10.01, Schedule(8, 128, 2, 25, token_first=True)),
+        (15, Schedule(4, 128, 3, 25, token_first=True)),
         (math.inf, Schedule(4, 128, 3, 25)),
     ),
 }

@@ -21,7 +21,7 @@ from kda_kernels.testing.device import Values, launch, moved, on
 ROWS = ((1, 1), (3, 2), (20, 3), (50, 3), (50, 6), (140, 3), (450, 3), (155, 12))
 """Rows and heads of the operators with one token a row."""
 SEQUENCES = (
-    *((1, 1, 1), (3, 1, 2), (2, 2, 3), (40, 3, 4)),
+    *((1, 1, 1), (3, 1, 2), (100, 2, 3), (40, 3, 4)),
     *((5, 4, 6), (2, 7, 3), (1, 16, 2), (100, 2, 20)),
 )
 """Sequences, tokens of each and heads."""
