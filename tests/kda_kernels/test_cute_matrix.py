@@ -29,6 +29,9 @@ from kda_kernels.plan import CONTRACTS
 OPERATORS = [contract.name for contract in CONTRACTS]
 LAST_STEP = "cuda-to-binary"
 MACHINE, NOWHERE = "nvptx64-nvidia-cuda", "nowhere64-none-none"
+LET_START = "griddepcontrol.launch_dependents;"
+UNPACK = "shl.b32 $0, $1, 16;"
+"""How a bfloat16 state becomes float32 first (device.py)."""
 REGISTERS = 65536
 """Of a processor, on every architecture."""
 
@@ -153,3 +156,18 @@ def test_machine_code_of_a_variant_lowered_for_another_architecture_is_what_ship
     assert shipped.read_bytes() in code
     asked = resources.shared_memory_of_launch(host)
     assert asked == resources.shared_memory_of_launch(str(compiled.ir_module))
+
+
+@pytest.mark.parametrize("layout", ["vk", "kv"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_the_next_kernel_is_let_start_before_the_state_is_used(operator, layout):
+    """No instruction moves across that, so a state used before it is waited for there."""
+    launch = parallel.launch_of(operator)
+    variant = [
+        v
+        for v in launch.matrix(overlap=True)
+        if v.layout == layout and (getattr(v, "state", None) or v.types["state"]) == "bfloat16"
+    ][-1]
+    _, text, _ = traced(operator, variant, TARGETS[-1])
+    assert text.count(LET_START) >= 1
+    assert text.index(LET_START) < text.index(UNPACK)
