@@ -11,6 +11,7 @@ transposed in registers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Float32, Int32, Int64, cute
 
@@ -40,6 +41,12 @@ class Form:
     by_channel: bool
     taps_last: bool
     aligned: bool
+
+
+def empty_window(form: Form, dtype: Any) -> cute.Tensor:  # noqa: ANN401 - a CUTLASS type
+    """Return registers for a lane's window, (channel, column)."""
+    layout = cute.make_layout((CHANNELS, form.columns), stride=(form.columns, 1))
+    return cute.make_rmem_tensor(layout, dtype)
 
 
 def read_window(
@@ -81,7 +88,7 @@ def write_window(
         return
     for j in range(form.columns):
         source = window[None, j + 1] if j < last else token
-        write_column(base, channel, channels, j, form, source)
+        write_column(base, channel, channels, j, source)
 
 
 def write_whole(base: cute.Pointer, channel: Int32, form: Form, window: cute.Tensor) -> None:
@@ -100,15 +107,9 @@ def write_column(
     channel: Int32,
     channels: Int32,
     column: int | Int32,
-    form: Form,
     values: cute.Tensor,
 ) -> None:
-    """Write one column of a lane's window: a vector in layout SD, one by one in DS."""
-    if form.by_channel:
-        for c in range(CHANNELS):
-            at = Int64(channel + c) * form.columns + column
-            cute.make_tensor(base + at, cute.make_layout(1))[0] = values[c]
-        return
+    """Write one column of a lane's window in layout SD."""
     step = min(SLOT_BYTES, CHANNELS * base.dtype.width // 8)
     at = Int64(column) * channels + channel
     cute.autovec_copy(values, device.vector(base, at, CHANNELS, step))
@@ -119,7 +120,6 @@ def read_columns(
     channel: Int32,
     channels: Int32,
     first: Int32,
-    form: Form,
     columns: cute.Tensor,
 ) -> None:
     """Read the three columns from ``first`` on of a lane's window in layout SD.

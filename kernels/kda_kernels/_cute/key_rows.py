@@ -16,9 +16,7 @@ from cutlass.memory import SmemAllocator
 from kda_kernels._cute import device
 from kda_kernels._cute.call import VECTOR_BYTES
 from kda_kernels.contract.spec import HEAD_DIM
-
-ROWS_READ_AHEAD = 4
-"""Of a state that goes through several tokens, the factors that the compiler may read before."""
+from kda_kernels.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -29,11 +27,13 @@ class Cut:
         width: bits of a state's element.
         warps: warps of a block; each has 128 / warps key rows.
         columns: value columns of a block.
+        run: key rows of a lane that follow each other, whose factors are read together.
     """
 
     width: int
     warps: int
     columns: int
+    run: int
 
     @property
     def vector(self) -> int:
@@ -47,7 +47,7 @@ class Cut:
 
     @property
     def together(self) -> int:
-        """Key rows that a warp reads at once, one for each group of lanes."""
+        """Groups of lanes of a warp, each with key rows of its own."""
         return 32 // self.lanes
 
     @property
@@ -60,17 +60,44 @@ class Cut:
         """Key rows of which a lane holds its columns."""
         return self.keys // self.together
 
+    def place(self, lane: Int32) -> tuple[int | Int32, Int32]:
+        """Return a lane's group and, as vectors, its column of the block's."""
+        if self.together == 1:
+            return 0, lane
+        return lane // self.lanes, lane % self.lanes
+
+    def first(self, warp: Int32, group: int | Int32) -> Int32:
+        """Return the first key row of a group of lanes."""
+        return warp * self.keys + group * self.run
+
+    def behind_first(self, i: int) -> int:
+        """Return how far a lane's row ``i`` lies behind its first: groups take runs in turn."""
+        return i // self.run * self.run * self.together + i % self.run
+
     @property
     def share(self) -> int:
         """Sums that a lane holds after the shuffles, of 2 * vector."""
         return 2 * self.vector // self.together
 
 
+def cut_of_one_token(width: int, schedule: Schedule) -> Cut:
+    """Return how a block shares a state of elements of ``width`` bits for one token.
+
+    With float32 the rows that a warp reads at once follow each other.
+    """
+    return Cut(width, schedule.warps, schedule.tile, run=1 if width == Float32.width else 2)
+
+
+def cut_of_tokens(schedule: Schedule) -> Cut:
+    """Return how a block shares a state that goes through several tokens as float32."""
+    return Cut(Float32.width, schedule.warps, schedule.tile, run=2)
+
+
 def start(base: cute.Pointer, first: Int32, column: Int32, cut: Cut) -> cute.Pointer:
     """Return where a lane's part of the 128x128 state at ``base`` starts.
 
-    It is the lane's columns, the vector number ``column``, of the key rows ``first``,
-    ``first + together``, ... . The rest of an address is a constant then.
+    It is the lane's columns, the vector number ``column``, of its key rows, the first of which is
+    ``first``. The rest of an address is a constant then.
     """
     alignment = cut.vector * base.dtype.width // 8
     at = Int64(first * HEAD_DIM + column * cut.vector)
@@ -78,7 +105,10 @@ def start(base: cute.Pointer, first: Int32, column: Int32, cut: Cut) -> cute.Poi
 
 
 def _rows(place: cute.Pointer, cut: Cut) -> cute.Tensor:
-    layout = cute.make_layout((cut.vector, cut.held), stride=(1, cut.together * HEAD_DIM))
+    turn = cut.run * cut.together * HEAD_DIM
+    layout = cute.make_layout(
+        (cut.vector, (cut.run, cut.held // cut.run)), stride=(1, (HEAD_DIM, turn))
+    )
     return cute.make_tensor(place, layout)
 
 
@@ -109,18 +139,30 @@ def size_of_partial_sums(cut: Cut) -> int:
     return 2 * cut.columns * cut.warps
 
 
-def _hold_reads_back(i: int, several_tokens: bool) -> None:
-    """Keep the compiler from reading the factors of all rows ahead: registers would be too few.
+def _factors(
+    base: cute.Pointer, names: tuple[int, ...], first: Int32, i: int, cut: Cut, several_tokens: bool
+) -> list[cute.Tensor]:
+    """Read factors of a lane's run of key rows that starts with its row ``i``.
 
-    The warp has nothing to wait for.
+    ``names`` are of decay, k and q, 0 to 2.
     """
-    if several_tokens and i and i % ROWS_READ_AHEAD == 0:
+    if several_tokens and i:
+        # Keeps the compiler from reading the factors of all runs ahead, for which registers are too
+        # few beside a state that goes through several tokens; the warp has nothing to wait for.
         cute.arch.sync_warp()
+    runs = cute.make_tensor(
+        base, cute.make_layout((cut.run, HEAD_DIM // cut.run, 3), stride=(1, cut.run, HEAD_DIM))
+    )
+    read = []
+    for name in names:
+        read.append(cute.make_rmem_tensor((cut.run,), Float32))
+        cute.autovec_copy(runs[None, (first + cut.behind_first(i)) // cut.run, name], read[-1])
+    return read
 
 
 def put_sums(
     tile: cute.Tensor,
-    factors: cute.Tensor,
+    factors: cute.Pointer,
     first: Int32,
     place: tuple[Int32, Int32, Int32, Int32],
     partial: cute.Pointer,
@@ -132,7 +174,7 @@ def put_sums(
 
     Args:
         tile: the lane's state.
-        factors: [4, 128] in shared memory: decay, k and q of each key, and a filler.
+        factors: [3, 128] in shared memory: decay, k and q of each key.
         first: the lane's first key row.
         place: lane, its group, its column within the block, and its warp.
         partial: of ``partial_sums``; a barrier makes it complete.
@@ -153,17 +195,17 @@ def put_sums(
     both = cute.make_rmem_tensor((2 * vector,), Float32)
     for j in range(2 * vector):
         both[j] = Float32(0.0)
-    factor = cute.make_rmem_tensor((4,), Float32)
     for i in range(cut.held):
-        _hold_reads_back(i, keep)
-        cute.autovec_copy(factors[None, first + i * together], factor)
+        n = i % cut.run
+        if n == 0:
+            decays, keys, queries = _factors(factors, (0, 1, 2), first, i, cut, keep)
         old = device.unpacked(tile[None, i])
         for j in range(vector):
-            decayed = old[j] * factor[0]
+            decayed = old[j] * decays[n]
             if keep:
                 tile[j, i] = decayed
-            both[j] += decayed * factor[1]
-            both[vector + j] += decayed * factor[2]
+            both[j] += decayed * keys[n]
+            both[vector + j] += decayed * queries[n]
     device.halving_sum(both, 2 * vector, lane, 16, together.bit_length() - 1)
     part = cute.make_rmem_tensor((chunk, share // chunk), Float32)
     for j in range(share):
@@ -195,7 +237,7 @@ def get_sums(partial: cute.Pointer, which: int, column: Int32, cut: Cut) -> cute
 
 def update(
     tile: cute.Tensor,
-    factors: cute.Tensor,
+    factors: cute.Pointer,
     first: Int32,
     bu: cute.Tensor,
     cut: Cut,
@@ -203,11 +245,12 @@ def update(
     decayed: bool = False,
 ) -> None:
     """Turn the state, or S' where it is ``decayed`` already, into S' + k bu^T in place."""
-    factor = cute.make_rmem_tensor((4,), Float32)
     for i in range(cut.held):
-        _hold_reads_back(i, decayed)
+        n = i % cut.run
+        if n == 0:
+            names = (1,) if decayed else (1, 0)
+            keys, *decays = _factors(factors, names, first, i, cut, decayed)
         old = device.unpacked(tile[None, i], again=True)
-        cute.autovec_copy(factors[None, first + i * cut.together], factor)
         for j in range(cut.vector):
-            kept = old[j] if decayed else old[j] * factor[0]
-            tile[j, i] = tile.element_type(kept + bu[j] * factor[1])
+            kept = old[j] if decayed else old[j] * decays[0][n]
+            tile[j, i] = tile.element_type(kept + bu[j] * keys[n])

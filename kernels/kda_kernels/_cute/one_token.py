@@ -56,10 +56,10 @@ class Memory:
 
 def reserve(smem: SmemAllocator, width: int, v: Constexpr) -> Memory:
     """Reserve what a block needs, for a state of elements of ``width`` bits."""
-    token = token_of(Tokens(smem, 1, by_key=v.layout == "kv"), 0)
+    token = token_of(Tokens(smem, 1), 0)
     sums = None
     if v.layout == "kv":
-        cut = key_rows.Cut(width, v.schedule.warps, v.schedule.tile)
+        cut = key_rows.cut_of_one_token(width, v.schedule)
         sums = key_rows.partial_sums(smem, cut)
     if v.blocks == 1:
         return Memory(token, sums, None, None)
@@ -105,9 +105,7 @@ def prepare_part(
     channels = Int32(i.x.shape[1])
     channel = head * D + lane * count
     at = part * (channels // 3) + channel
-    window = cute.make_rmem_tensor(
-        cute.make_layout((count, v.columns), stride=(v.columns, 1)), i.x.element_type
-    )
+    window = convolution.empty_window(form, i.x.element_type)
     fresh = cute.make_rmem_tensor((count,), i.x.element_type)
     convolution.read_window(slot_window, at, channels, form, window)
     taps = convolution.read_taps(i.weight.iterator, part, channel, channels // 3, form)

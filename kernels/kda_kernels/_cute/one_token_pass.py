@@ -11,7 +11,6 @@ from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 from kda_kernels._cute import cluster, device, key_rows, makers, value_rows
 from kda_kernels._cute.one_token import OUTPUT_ARRIVED, prepare
 from kda_kernels._cute.token import DECAY, GAINS, MADE, K, Q, V, dot_of_units, finish
-from kda_kernels.contract.spec import HEAD_DIM as D
 
 
 @cute.jit
@@ -123,12 +122,12 @@ def advance_key_rows(
 ) -> None:
     """Layout kv: a warp owns key rows, and all warps finish the sums of all value columns."""
     _, head, rank, warp, lane = place
-    cut = const_expr(key_rows.Cut(i.state.element_type.width, v.schedule.warps, v.schedule.tile))
+    cut = const_expr(key_rows.cut_of_one_token(i.state.element_type.width, v.schedule))
     vector = const_expr(cut.vector)
-    group, column = lane // cut.lanes, lane % cut.lanes
+    group, column = cut.place(lane)
     token, partial = memory.token, memory.sums
-    factors = cute.make_tensor(token.base, cute.make_layout((4, D)))
-    first, at = warp * cut.keys + group, rank * cut.lanes + column
+    factors = token.base
+    first, at = cut.first(warp, group), rank * cut.lanes + column
     own = key_rows.start(i.state_of(slot, head), first, at, cut)
     if const_expr(v.schedule.token_first):
         prepare(i, slot, place, memory, v)

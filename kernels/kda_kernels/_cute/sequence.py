@@ -1,12 +1,11 @@
-"""The tokens of one sequence and head in shared memory, and the window that they move.
+"""The tokens of one sequence and head in shared memory.
 
 Lives here: the memory, and what is made in it before the state goes through the tokens. The blocks
 of a cluster may share a head: then one of them makes each of q, k and v for all. Not here: the loop
-over the tokens (token_loop.py), one token's rows (token.py), sending (cluster.py), which rows and
-slots a sequence has (packed_fused_decode/cute.py).
+over the tokens (token_loop.py), the window that they move (rolling_window.py), one token's rows
+(token.py), sending (cluster.py), which rows and slots a sequence has (packed_fused_decode/cute.py).
 """
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 from cutlass.memory import SmemAllocator
 
-from kda_kernels._cute import cluster, convolution, device, key_rows, makers
+from kda_kernels._cute import cluster, convolution, device, key_rows, makers, rolling_window
 from kda_kernels._cute.token import (
     DECAYS,
     GAINS,
@@ -35,8 +34,6 @@ STEP = 4
 packed rows."""
 LAST_ROLE = 5
 """Of those that prepare a sequence: betas and slots, behind what prepares a token."""
-STATE_BITS = 32
-"""Of an element of the state in registers."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,11 @@ class Memory:
 
 def reserve(smem: SmemAllocator, v: Constexpr) -> Memory:
     """Reserve what a block needs."""
-    tokens = Tokens(smem, v.room, by_key=v.layout == "kv")
+    tokens = Tokens(smem, v.room)
     length = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
     sums = None
     if v.layout == "kv":
-        cut = key_rows.Cut(STATE_BITS, v.schedule.warps, v.schedule.tile)
+        cut = key_rows.cut_of_tokens(v.schedule)
         size = key_rows.size_of_partial_sums(cut)
         both = cute.make_layout((size, 2), stride=(1, size))
         sums = smem.allocate_tensor(Float32, both, byte_alignment=16)
@@ -91,81 +88,6 @@ def slot_of_lane(
     slots = Int64(i.state.shape[0])
     slot, kept = device.slot_at(state_indices, at, slots, first_slot, v.wraps)
     return cutlass.select_(kept, Int32(slot), Int32(-1))
-
-
-@cute.jit
-def read_history(
-    i: Constexpr,
-    slot_window: cute.Pointer,
-    at: Int32,
-    begin: Int32,
-    start: Int32,
-    accepted: Int32,
-    columns: cute.Tensor,
-    whole: cute.Tensor,
-    v: Constexpr,
-) -> None:
-    """Read the three columns before token ``start`` to the front of ``columns``.
-
-    They are those from ``accepted`` on of the window, and later on rows of x. ``whole`` receives a
-    window of layout DS.
-    """
-    form, channels = const_expr(form_of(v)), Int32(i.x.shape[1])
-    if start == 0:
-        if const_expr(v.by_channel):
-            convolution.read_window(slot_window, at, channels, form, whole)
-            for j in cutlass.range_constexpr(HISTORY):
-                for c in cutlass.range_constexpr(convolution.CHANNELS):
-                    chosen = whole[c, j]
-                    for a in cutlass.range_constexpr(1, v.columns - HISTORY + 1):
-                        chosen = cutlass.select_(accepted == a, whole[c, j + a], chosen)
-                    columns[c, j] = chosen
-        else:
-            convolution.read_columns(slot_window, at, channels, accepted, form, columns)
-    else:
-        for j in cutlass.range_constexpr(HISTORY):
-            row = begin + start - HISTORY + j
-            offset = Int64(row) * i.x.stride[0] + at
-            convolution.read_token(i.x.iterator, offset, form, columns[None, j])
-
-
-@cute.jit
-def write_window(
-    i: Constexpr,
-    slot_window: cute.Pointer,
-    at: Int32,
-    start: Int32,
-    length: Int32,
-    columns: cute.Tensor,
-    whole: cute.Tensor,
-    v: Constexpr,
-) -> None:
-    """Write tokens to the columns from ``start + 2`` on, and the newest history before token 0.
-
-    ``columns`` has the history and the tokens behind it; those at ``length`` and beyond are none.
-    """
-    form, channels = const_expr(form_of(v)), Int32(i.x.shape[1])
-    newest, count = const_expr(HISTORY - 1), const_expr(convolution.CHANNELS)
-    if start == 0:
-        if const_expr(v.by_channel):
-            for c, j in const_expr(list(itertools.product(range(count), range(newest)))):
-                whole[c, j] = columns[c, j + 1]
-            most = const_expr(min(STEP, v.columns - newest))
-            for c, t in const_expr(list(itertools.product(range(count), range(most)))):
-                old, fresh = whole[c, t + newest], columns[c, t + HISTORY]
-                whole[c, t + newest] = cutlass.select_(t < length, fresh, old)
-            convolution.write_whole(slot_window, at, form, whole)
-        else:
-            for j in cutlass.range_constexpr(newest):
-                convolution.write_column(slot_window, at, channels, j, form, columns[None, j + 1])
-    for t in cutlass.range_constexpr(STEP):
-        column = start + t + newest
-        alone = start + t < length
-        if const_expr(v.by_channel):
-            alone = alone & (start > 0)
-        if alone:
-            token = columns[None, t + HISTORY]
-            convolution.write_column(slot_window, at, channels, column, form, token)
 
 
 @cute.jit
@@ -198,25 +120,21 @@ def prepare_part(
     per_part = Int32(i.x.shape[1]) // 3
     channel = head * D + lane * count
     at = part * per_part + channel
-    wide, held = const_expr(HISTORY + STEP), const_expr(max(v.columns, 1))
+    wide = const_expr(HISTORY + STEP)
     columns = cute.make_rmem_tensor(
         cute.make_layout((count, wide), stride=(wide, 1)), i.x.element_type
     )
-    whole = cute.make_rmem_tensor(
-        cute.make_layout((count, held), stride=(held, 1)), i.x.element_type
-    )
     for t in cutlass.range_constexpr(STEP):
         row = cutlass.min(begin + start + t, begin + length - 1)
-        offset = Int64(row) * i.x.stride[0] + at
-        convolution.read_token(i.x.iterator, offset, form, columns[None, t + HISTORY])
-    read_history(i, slot_window, at, begin, start, accepted, columns, whole, v)
+        rolling_window.read_row(i, row, at, columns[None, t + HISTORY], v)
+    rolling_window.read_history(i, slot_window, at, begin, start, accepted, columns, v)
     if start == 0:
         makers.tell_window_asked(v)
     taps = convolution.read_taps(i.weight.iterator, part, channel, per_part, form)
     bias = None
     if const_expr(i.conv_bias is not None):
         bias = device.read(i.conv_bias.iterator, Int64(at), count, v.aligned)
-    write_window(i, slot_window, at, start, length, columns, whole, v)
+    rolling_window.write(i, slot_window, at, (begin, length, start), columns, v)
     history = cute.make_tensor(
         columns.iterator, cute.make_layout((count, HISTORY), stride=(wide, 1))
     )
@@ -266,11 +184,13 @@ def prepare(
         rows = tuple(begin + cutlass.min(start + t, length - 1) for t in numbers)
         put_decays(tuple(token_of(tokens, start + t) for t in numbers), i, rows, head, lane, v)
     if warp == v.schedule.maker(GAINS):
-        # A token's norm is made in one block of the cluster.
+        # The norm of token t is made in block t % blocks of the cluster.
         numbers = const_expr(range(0, STEP, v.blocks))
-        rows = tuple(begin + cutlass.min(start + t + rank, length - 1) for t in numbers)
-        mine = tuple(token_of(tokens, start + t + rank) for t in numbers)
-        put_gains(mine, i, rows, head, lane, v)
+        first = (rank - start) & (v.blocks - 1)
+        if first < STEP:
+            rows = tuple(begin + cutlass.min(start + first + t, length - 1) for t in numbers)
+            mine = tuple(token_of(tokens, start + first + t) for t in numbers)
+            put_gains(mine, i, rows, head, lane, v)
 
 
 @cute.jit

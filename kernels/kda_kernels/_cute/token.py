@@ -18,25 +18,21 @@ from kda_kernels.contract.spec import HEAD_DIM as D
 
 DECAY, K, Q, V, GAIN, MADE = 0, 1, 2, 3, 4, 5
 """Rows of a token: what the recurrence takes, the gain behind the norm, what the recurrence made.
-key_rows reads the first three together."""
+key_rows takes the first three as one."""
+ROWS = 6
+SIZE = ROWS * D + 4
+"""Of a token's memory, in numbers: its rows, single ones, and a filler."""
 DECAYS, GAINS = 3, 4
 """Who makes what of a token, behind the warps of q, k and v, 0 to 2."""
 
 
 class Tokens:
-    """``count`` tokens in shared memory, each with all that is its own in one piece.
+    """``count`` tokens in shared memory, each with all that is its own in one piece."""
 
-    ``by_key`` puts decay, k, q and a filler of each key side by side, so that one access fetches
-    what a key row of the state needs; the other rows follow behind. Single numbers lie in fillers,
-    or behind the rows where there are none.
-    """
-
-    def __init__(self, smem: SmemAllocator, count: int, *, by_key: bool) -> None:
+    def __init__(self, smem: SmemAllocator, count: int) -> None:
         """Reserve the memory."""
-        self.size = 7 * D if by_key else 6 * D + 4
-        layout = cute.make_layout((self.size, count), stride=(1, self.size))
+        layout = cute.make_layout((SIZE, count), stride=(1, SIZE))
         self.numbers = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-        self.by_key = by_key
 
 
 class Token:
@@ -46,16 +42,11 @@ class Token:
     of the call.
     """
 
-    def __init__(self, base: cute.Pointer, *, by_key: bool) -> None:
+    def __init__(self, base: cute.Pointer) -> None:
         """See the memory at ``base`` as a token's."""
-        self.base, self.by_key = base, by_key
-        self.starts = (0, 1, 2, 4 * D, 5 * D, 6 * D) if by_key else tuple(range(0, 6 * D, D))
-        self.steps = (4, 4, 4, 1, 1, 1) if by_key else (1,) * 6
-        self.rows = [
-            cute.make_tensor(base + at, cute.make_layout(D, stride=apart))
-            for at, apart in zip(self.starts, self.steps, strict=True)
-        ]
-        beta, slot, place = (3, 7, 11) if by_key else range(6 * D, 6 * D + 3)
+        self.base = base
+        self.rows = [cute.make_tensor(base + r * D, cute.make_layout(D)) for r in range(ROWS)]
+        beta, slot, place = range(ROWS * D, ROWS * D + 3)
         one = cute.make_layout(1)
         self.beta = cute.make_tensor(base + beta, one)
         self.slot = cute.make_tensor(cute.recast_ptr(base + slot, dtype=Int32), one)
@@ -64,11 +55,7 @@ class Token:
     def row_of_part(self, part: Int32) -> cute.Tensor:
         """Return the row of q, k or v, 0 to 2 as parts of x follow each other."""
         number = cutlass.select_(part < 2, Q - part, Int32(V))
-        if not self.by_key:
-            return cute.make_tensor(self.base + number * D, cute.make_layout(D))
-        start = cutlass.select_(part < 2, number, Int32(self.starts[V]))
-        step = cutlass.select_(part < 2, Int32(self.steps[Q]), Int32(1))
-        return cute.make_tensor(self.base + start, cute.make_layout(D, stride=step))
+        return cute.make_tensor(self.base + number * D, cute.make_layout(D))
 
 
 def token_of(tokens: Tokens, number: int | Int32) -> Token:
@@ -76,7 +63,7 @@ def token_of(tokens: Tokens, number: int | Int32) -> Token:
     base = tokens.numbers[None, number].iterator
     if not isinstance(number, int):
         base = device.opaque_shared(base)
-    return Token(base, by_key=tokens.by_key)
+    return Token(base)
 
 
 @dataclass(frozen=True)
@@ -146,21 +133,15 @@ def put_everywhere(
         blocks: of the cluster.
         barrier: that counts what arrives, where there is more than one block.
     """
-    row, first = token.row_of_part(part), lane * convolution.CHANNELS
+    row = token.row_of_part(part)
     if const_expr(blocks == 1):
         put(row, values, lane)
-    elif const_expr(not token.by_key):
-        send_together(row.iterator + first, values, blocks, barrier)
-    elif part < 2:
-        for rank in cutlass.range_constexpr(blocks):
-            for c in cutlass.range_constexpr(convolution.CHANNELS):
-                place = row.iterator + (first + c) * token.steps[K]
-                cluster.send(place, barrier, Int32(rank), (values[c],))
     else:
-        send_together(token.rows[V].iterator + first, values, blocks, barrier)
+        place = row.iterator + lane * convolution.CHANNELS
+        send_to_all(place, values, blocks, barrier)
 
 
-def send_together(
+def send_to_all(
     place: cute.Pointer, values: cute.Tensor, blocks: int, barrier: cute.Pointer
 ) -> None:
     """Send a lane's four values, which lie side by side, to every block of a cluster."""

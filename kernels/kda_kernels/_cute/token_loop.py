@@ -13,7 +13,6 @@ from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
 from kda_kernels._cute import cluster, device, key_rows, makers, value_rows
 from kda_kernels._cute.sequence import (
     LAST_ROLE,
-    STATE_BITS,
     Memory,
     prepare_all,
 )
@@ -170,8 +169,8 @@ def advance_value_rows(
     head, rank, warp, lane = place
     tokens = memory.tokens
     tile, batch = const_expr(v.schedule.tile), const_expr(v.schedule.batch or v.schedule.tile)
-    whole = const_expr(value_rows.Cut(STATE_BITS, tile))
-    cut = const_expr(value_rows.Cut(STATE_BITS, batch))
+    whole = const_expr(value_rows.Cut(Float32.width, tile))
+    cut = const_expr(value_rows.Cut(Float32.width, batch))
     group, key = lane // cut.lanes, lane % cut.lanes
     first = (rank * v.schedule.warps + warp) * tile
     S = value_rows.view(i.state_of(source, head), cut)
@@ -222,14 +221,13 @@ def advance_key_rows(
     v: Constexpr,
 ) -> None:
     """Layout kv: a warp owns key rows; sums of two tokens in turn have their own memory."""
-    _, length, _ = span
     _, source, _ = where
     head, rank, warp, lane = place
     tokens = memory.tokens
-    cut = const_expr(key_rows.Cut(STATE_BITS, v.schedule.warps, v.schedule.tile))
+    cut = const_expr(key_rows.cut_of_tokens(v.schedule))
     vector = const_expr(cut.vector)
-    group, column = lane // cut.lanes, lane % cut.lanes
-    first, columns = warp * cut.keys + group, rank * v.schedule.tile
+    group, column = cut.place(lane)
+    first, columns = cut.first(warp, group), rank * v.schedule.tile
     S = key_rows.start(i.state_of(source, head), first, rank * cut.lanes + column, cut)
     if const_expr(v.schedule.token_first):
         make_ready(i, span, where, place, memory, v)
@@ -241,14 +239,15 @@ def advance_key_rows(
     makers.wait(makers.TOKENS_MADE, v.schedule.warps + tellers(v), v)
     state = device.unpacked(raw)
     own = head * (D * D) + first * D + columns + column * vector
-    for t in range(length):
+    t = Int32(0)
+    # Read again for every token: registers for it are too few.
+    while t < memory.length[0]:
         if const_expr(v.blocks > 1):
             cluster.wait(memory.barriers, t)
         token = token_of(tokens, t)
         partial = memory.sums[None, t % 2].iterator
-        factors = cute.make_tensor(token.base, cute.make_layout((4, D)))
         key_rows.put_sums(
-            state, factors, first, (lane, group, column, warp), partial, cut, keep=True
+            state, token.base, first, (lane, group, column, warp), partial, cut, keep=True
         )
         makers.wait(makers.SUMS_MADE, v.schedule.warps, v)
         sk = key_rows.get_sums(partial, 0, column, cut)
@@ -264,7 +263,8 @@ def advance_key_rows(
                 for j in cutlass.range_constexpr(vector):
                     o = Float32(i.x.element_type(sq[j] + bu[j] * kq))
                     gather(memory, token, columns + column * vector + j, t, o, v)
-        key_rows.update(state, factors, first, bu, cut, decayed=True)
+        key_rows.update(state, token.base, first, bu, cut, decayed=True)
         slot = Int64(token.slot[0])
         if slot >= 0:
             key_rows.store(state, checkpoint(i, slot, own, cut.vector), cut)
+        t += 1

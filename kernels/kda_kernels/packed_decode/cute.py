@@ -146,7 +146,7 @@ def key_rows_kernel(
     v: cutlass.Constexpr,
 ) -> None:
     """Layout kv: a block owns value columns, every warp finishes all of them for itself."""
-    cut = const_expr(key_rows.Cut(state.element_type.width, v.schedule.warps, v.schedule.tile))
+    cut = const_expr(key_rows.cut_of_one_token(state.element_type.width, v.schedule))
     vector, columns, keys = cut.vector, cut.columns, cut.keys
     splits = const_expr(v.schedule.splits("kv"))
     device.wait_for_the_kernel_before(v.overlaps)
@@ -154,14 +154,13 @@ def key_rows_kernel(
     x, y, z = cute.arch.block_idx()
     split, head, row = x % splits, x // splits, y + z * MAX_GRID_Y
     lane, warp = thread % 32, thread // 32
-    group, column = lane // cut.lanes, lane % cut.lanes
+    group, column = cut.place(lane)
     heads = state.shape[1]
     slot, live = device.slot_and_liveness(
         state_indices, row, Int64(state.shape[0]), first_slot, v.wraps
     )
-    # By key row: decay, k, q and a filler, so that one access fetches what a row needs.
     smem = SmemAllocator()
-    factors = smem.allocate_tensor(Float32, cute.make_layout((4, D)), byte_alignment=16)
+    factors = smem.allocate_tensor(Float32, cute.make_layout((D, 3)), byte_alignment=16)
     partial = key_rows.partial_sums(smem, cut)
     if row < qkv.shape[0]:
         target = cute.make_tensor(
@@ -172,7 +171,7 @@ def key_rows_kernel(
             base = device.pointer(
                 state.iterator, slot * state.stride[0] + Int64(head) * (D * D), VECTOR_BYTES
             )
-            first = warp * keys + group
+            first = cut.first(warp, group)
             at = split * cut.lanes + column
             place = key_rows.start(base, first, at, cut)
             tile = key_rows.load(place, cut)
@@ -204,14 +203,13 @@ def key_rows_kernel(
             k_unit = cute.math.rsqrt(device.lane_sum(kk, 32) + device.L2_EPS)
             kq = device.lane_sum(qk, 32) * q_unit * k_unit
             if lane < keys:
-                made = cute.make_rmem_tensor((4,), Float32)
-                made[0] = device.decay(a + bias, rate, lower_bound, v.softplus)
-                made[1] = k_own * k_unit
-                made[2] = q_own * q_unit
-                made[3] = Float32(0.0)
-                cute.autovec_copy(made, factors[None, own])
+                factors[own, 0] = device.decay(a + bias, rate, lower_bound, v.softplus)
+                factors[own, 1] = k_own * k_unit
+                factors[own, 2] = q_own * q_unit
             cute.arch.sync_warp()
-            key_rows.put_sums(tile, factors, first, (lane, group, column, warp), partial, cut)
+            key_rows.put_sums(
+                tile, factors.iterator, first, (lane, group, column, warp), partial, cut
+            )
             # Read here and not with the rest, to hold 8 registers less while sums are formed.
             values = device.read(
                 qkv.iterator, token + ((2 * heads + head) * D + at * vector), vector, False
@@ -221,11 +219,13 @@ def key_rows_kernel(
             bu = cute.make_rmem_tensor((vector,), Float32)
             for j in cutlass.range_constexpr(vector):
                 bu[j] = b * (values[j] - sk[j])
-            if (warp == 0) & (group == 0):
+            if warp == 0:
                 sq = key_rows.get_sums(partial, 1, column, cut)
-                for j in cutlass.range_constexpr(vector):
-                    target[j] = output.element_type(sq[j] + bu[j] * kq)
-            key_rows.update(tile, factors, first, bu, cut)
+                if group == 0:
+                    for j in cutlass.range_constexpr(vector):
+                        target[j] = output.element_type(sq[j] + bu[j] * kq)
+                cute.arch.sync_warp()
+            key_rows.update(tile, factors.iterator, first, bu, cut)
             key_rows.store(tile, place, cut)
         elif (warp == 0) & (group == 0):
             for j in cutlass.range_constexpr(vector):

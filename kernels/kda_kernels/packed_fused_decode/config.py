@@ -15,7 +15,7 @@ MOST_TOKENS = 16
 LEAST_ROOM = 4
 """Tokens that there is room for where a sequence may have more than one."""
 
-# Two blocks on a processor or three: whichever leaves less of the last wave of blocks empty.
+# So many blocks on a processor: whichever leaves less of the last wave of blocks empty.
 VK_TWO, VK_THREE = (
     Schedule(8, 16, 2, 25, 16, token_first=True),
     Schedule(4, 32, 3, 25, 32, token_first=True),
@@ -24,12 +24,15 @@ KV_TWO, KV_THREE = (
     Schedule(8, 128, 2, 25, token_first=True),
     Schedule(4, 128, 3, 25, token_first=True),
 )
+HALF_KV_THREE, HALF_KV_FOUR = (
+    Schedule(4, 64, 3, 25, token_first=True),
+    Schedule(4, 64, 4, 25, token_first=True),
+)
 
 # What was the fastest on an H200 (132 processors, T of 2, 4 and 8) of what needs no local memory.
 # The state stays in registers as float32 whatever its pool's type. Blocks of a cluster share the
 # heads of few sequences, and always those of float32 states; the fewest have warps of their own to
-# make the tokens. Of very many states those of layout kv are asked for before the tokens are made.
-# docs/tuning.md has the figures.
+# make the tokens. docs/tuning.md has the figures.
 SCHEDULES: Table = {
     ("vk", 4): (
         (0.2, Schedule(4, 8, 1, 25, 8, makers=6)),
@@ -47,12 +50,19 @@ SCHEDULES: Table = {
         (math.inf, VK_TWO),
     ),
     ("kv", 4): (
+        (0.1, Schedule(4, 16, 1, 25, makers=6)),
         (0.2, Schedule(4, 32, 1, 25, makers=6)),
         (0.6, Schedule(4, 64, 1, 25, makers=6)),
-        (15, Schedule(4, 64, 3, 25, token_first=True)),
-        (math.inf, Schedule(4, 64, 3, 25)),
+        (2.01, HALF_KV_FOUR),
+        (3.01, HALF_KV_THREE),
+        (4.01, HALF_KV_FOUR),
+        (4.51, HALF_KV_THREE),
+        (7.01, HALF_KV_FOUR),
+        (9.01, HALF_KV_THREE),
+        (math.inf, HALF_KV_FOUR),
     ),
     ("kv", 2): (
+        (0.2, Schedule(4, 32, 1, 25, makers=6)),
         (0.6, Schedule(4, 64, 1, 25, makers=6)),
         (2.01, KV_TWO),
         (3.01, KV_THREE),
@@ -61,8 +71,7 @@ SCHEDULES: Table = {
         (8.01, KV_TWO),
         (9.01, KV_THREE),
         (10.01, KV_TWO),
-        (15, KV_THREE),
-        (math.inf, Schedule(4, 128, 3, 25)),
+        (math.inf, KV_THREE),
     ),
 }
 
