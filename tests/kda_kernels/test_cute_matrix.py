@@ -14,6 +14,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("cutlass.cute", reason="needs CuTe DSL (nvidia-cutlass-dsl)")
 
@@ -24,6 +25,8 @@ from kda_kernels import artifacts
 from kda_kernels._cute import compile as backend
 from kda_kernels._cute import parallel, resources
 from kda_kernels._cute.target import TARGETS
+from kda_kernels.contract.example import Kinds, example
+from kda_kernels.packed_fused_decode.config import SCHEDULES
 from kda_kernels.plan import CONTRACTS
 
 OPERATORS = [contract.name for contract in CONTRACTS]
@@ -160,8 +163,9 @@ def test_machine_code_of_a_variant_lowered_for_another_architecture_is_what_ship
 
 @pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_the_next_kernel_is_let_start_before_the_state_is_used(operator, layout):
+def test_the_next_kernel_is_let_start_before_the_state_is_used(operator, layout, monkeypatch):
     """No instruction moves across that, so a state used before it is waited for there."""
+    monkeypatch.setenv("KDA_PDL", "1")
     launch = parallel.launch_of(operator)
     variant = [
         v
@@ -171,3 +175,17 @@ def test_the_next_kernel_is_let_start_before_the_state_is_used(operator, layout)
     _, text, _ = traced(operator, variant, TARGETS[-1])
     assert text.count(LET_START) >= 1
     assert text.index(LET_START) < text.index(UNPACK)
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+def test_long_windows_of_layout_ds_take_no_local_memory(state):
+    """They are written whole, and registers for all of eight tokens are many."""
+    contract = next(c for c in CONTRACTS if c.name == "packed_fused_decode")
+    scalars = {"state_layout": "vk", "lower_bound": -5.0}
+    values = example(contract, {"T": 8}, Kinds(state=state, window="DS"), scalars)
+    launch = parallel.launch_of(contract.name)
+    _, schedule = SCHEDULES["vk", state.itemsize][-1]
+    variant = launch.variant_of(values, torch.bfloat16, processors=1)
+    many = replace(variant, schedule=schedule)
+    target = next(t for t in TARGETS if t.arch == "sm_90a")
+    assert what_it_takes(parallel.Job(contract.name, many, target))["local"] == 0

@@ -78,6 +78,7 @@ def scalars(values: Mapping[str, Any]) -> tuple[float, float, int]:
 def overlaps(can_overlap: bool) -> bool:
     """Tell whether launches shall overlap with the end of the kernel before, where they can.
 
-    ``KDA_PDL=0`` in the environment switches it off; it is read when a signature is new.
+    ``KDA_PDL=1`` in the environment asks for it; it is read when a signature is new. Only a kernel
+    that signals can be overlapped with, and behind any other it costs a little.
     """
-    return can_overlap and os.environ.get(OVERLAP_VARIABLE, "") != "0"
+    return can_overlap and os.environ.get(OVERLAP_VARIABLE) == "1"
