@@ -114,8 +114,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     facts, top = provenance.machine(), gpu_timing.ceiling(options.rounds)
-    for name, value in facts.items():
-        print(f"# {name}: {value}")
+    harness.print_facts(facts)
     print(f"# mul_ on 1 GB: {top / 1e12:.2f} TB/s")
     print("state order    H    N  T        us  of mul_  block, warps  whole states")
     lines = []

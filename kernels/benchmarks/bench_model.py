@@ -193,8 +193,7 @@ def main() -> None:
         compile_ahead(todo, tuple(options.ways))
         print(f"# compiled ahead in {time.perf_counter() - started:.0f} s")
     facts = provenance.machine() if options.device == "cuda" else harness.machine()
-    for name, value in facts.items():
-        print(f"# {name}: {value}")
+    harness.print_facts(facts)
     print(f"# {options.layers} layers, hidden {todo[0].hidden}, {PROJECTIONS} products a layer")
     print(f"state       H  rows  {'way':22s}    tokens/s         us   host us {COLUMNS}")
     lines: list[dict[str, Any]] = []

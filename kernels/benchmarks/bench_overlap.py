@@ -37,18 +37,23 @@ NEIGHBOURS = ("nothing", "elementwise", "product", "memset")
 Call = Callable[[], object]
 
 
-def neighbours() -> dict[str, Call]:
-    """Return what stands before a call."""
+def nothing() -> None:
+    """Launch nothing."""
+
+
+def neighbours() -> dict[str, tuple[Call, float]]:
+    """Return what stands before a call, and what it takes alone."""
     few = torch.ones(1000, device="cuda")
     many = torch.empty(gpu_timing.FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     rows, weight = (torch.ones(n, 4096, dtype=torch.bfloat16, device="cuda") for n in (64, 4096))
     calls: tuple[Call, ...] = (
-        lambda: None,
+        nothing,
         lambda: few.add_(1),
         lambda: torch.mm(rows, weight),
         many.zero_,
     )
-    return dict(zip(NEIGHBOURS, calls, strict=True))
+    times = (0.0 if call is nothing else microseconds(call, nothing) for call in calls)
+    return dict(zip(NEIGHBOURS, zip(calls, times, strict=True), strict=True))
 
 
 def call_of(cell: tuple[str, str, int], heads: int, layout: str) -> Call:
@@ -83,12 +88,13 @@ def microseconds(neighbour: Call, call: Call) -> float:
     return statistics.median(found)
 
 
-def measure(cell: tuple[str, str, int], heads: int, layout: str) -> dict[str, Any]:
-    """Time one cell behind every neighbour, without and with."""
+def measure(
+    cell: tuple[str, str, int], behind: dict[str, tuple[Call, float]], heads: int, layout: str
+) -> dict[str, Any]:
+    """Time one cell behind every neighbour, each with its own time, without and with."""
     name, state, rows = cell
     call, line = call_of(cell, heads, layout), {}
-    for which, neighbour in neighbours().items():
-        alone = microseconds(neighbour, lambda: None) if which != "nothing" else 0.0
+    for which, (neighbour, alone) in behind.items():
         for asked in ("0", "1"):
             os.environ[OVERLAP_VARIABLE] = asked
             launcher(name).forget()
@@ -113,12 +119,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     facts = provenance.machine()
-    for name, value in facts.items():
-        print(f"# {name}: {value}")
+    harness.print_facts(facts)
     print("operator             state rows  T " + "".join(f"{n:>14s}" for n in NEIGHBOURS))
-    lines = []
+    lines, behind = [], neighbours()
     for cell in CELLS:
-        lines.append(measure(cell, options.heads, options.layout))
+        lines.append(measure(cell, behind, options.heads, options.layout))
         print(row(lines[-1]), flush=True)
     harness.write_json(options.json, {"machine": facts, "lines": lines})
 

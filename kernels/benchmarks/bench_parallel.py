@@ -189,8 +189,7 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
         facts = provenance.machine() | {"NCCL": version} | NO_MULTICAST
     else:
         facts = harness.machine()
-    for name, value in facts.items():
-        print(f"# {name}: {value}")
+    harness.print_facts(facts)
     return facts
 
 

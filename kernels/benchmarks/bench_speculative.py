@@ -236,8 +236,7 @@ def main() -> None:
     warm(todo, options.device)
     facts = provenance.machine()
     top = gpu_timing.ceiling(options.rounds)
-    for name, value in (facts | {"live peer": live_peer.name() or "none installed"}).items():
-        print(f"# {name}: {value}")
+    harness.print_facts(facts | {"live peer": live_peer.name() or "none installed"})
     print(f"# mul_ on 1 GB: {top / 1e12:.2f} TB/s")
     print("state layout window  H    N  T        us  of mul_  T = 1 us  steps  Triton")
     lines = []

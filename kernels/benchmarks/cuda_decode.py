@@ -173,8 +173,7 @@ def report(options: argparse.Namespace) -> None:
         print(f"# {found} kernels compiled ahead in {time.perf_counter() - started:.0f} s")
     facts = provenance.machine()
     top = gpu_timing.ceiling(options.rounds)
-    for name, value in (facts | {"live peer": live_peer.name() or "none installed"}).items():
-        print(f"# {name}: {value}")
+    harness.print_facts(facts | {"live peer": live_peer.name() or "none installed"})
     print(f"# mul_ on 1 GB: {top / 1e12:.2f} TB/s; peers' figures were taken at ", end="")
     print(f"{peers.CEILING / 1e12:.2f} TB/s on {peers.MACHINE}")
     for peer in peers.PEERS:

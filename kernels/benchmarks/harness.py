@@ -132,6 +132,11 @@ def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
 def print_machine() -> dict[str, Any]:
     """Print and return the facts of the machine, one a line."""
     facts = machine()
+    print_facts(facts)
+    return facts
+
+
+def print_facts(facts: Mapping[str, Any]) -> None:
+    """Print facts, one a line."""
     for name, value in facts.items():
         print(f"# {name}: {value}")
-    return facts

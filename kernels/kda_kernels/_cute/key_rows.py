@@ -60,13 +60,11 @@ class Cut:
         """Key rows of which a lane holds its columns."""
         return self.keys // self.together
 
-    def place(self, lane: Int32) -> tuple[int | Int32, Int32]:
+    def place(self, lane: Int32) -> tuple[Int32, Int32]:
         """Return a lane's group and, as vectors, its column of the block's."""
-        if self.together == 1:
-            return 0, lane
         return lane // self.lanes, lane % self.lanes
 
-    def first(self, warp: Int32, group: int | Int32) -> Int32:
+    def first(self, warp: Int32, group: Int32) -> Int32:
         """Return the first key row of a group of lanes."""
         return warp * self.keys + group * self.run
 

@@ -138,16 +138,9 @@ def put_everywhere(
         put(row, values, lane)
     else:
         place = row.iterator + lane * convolution.CHANNELS
-        send_to_all(place, values, blocks, barrier)
-
-
-def send_to_all(
-    place: cute.Pointer, values: cute.Tensor, blocks: int, barrier: cute.Pointer
-) -> None:
-    """Send a lane's four values, which lie side by side, to every block of a cluster."""
-    four = tuple(values[c] for c in range(convolution.CHANNELS))
-    for rank in range(blocks):
-        cluster.send(place, barrier, Int32(rank), four)
+        four = tuple(values[c] for c in range(convolution.CHANNELS))
+        for rank in cutlass.range_constexpr(blocks):
+            cluster.send(place, barrier, Int32(rank), four)
 
 
 def make_part(part: Int32, values: cute.Tensor, scale: Float32) -> None:
