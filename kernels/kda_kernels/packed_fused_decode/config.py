@@ -35,12 +35,14 @@ HALF_KV_THREE, HALF_KV_FOUR = (
 # make the tokens. docs/tuning.md has the figures.
 SCHEDULES: Table = {
     ("vk", 4): (
+        (0.1, Schedule(4, 4, 1, 25, 4, makers=6)),
         (0.2, Schedule(4, 8, 1, 25, 8, makers=6)),
         (0.6, Schedule(8, 8, 1, 25, 8, makers=6)),
         (2.01, Schedule(8, 8, 2, 25, 8, token_first=True)),
         (math.inf, Schedule(8, 8, 3, 25, 8, token_first=True)),
     ),
     ("vk", 2): (
+        (0.1, Schedule(4, 4, 1, 25, 4, makers=6)),
         (0.2, Schedule(4, 8, 1, 25, 8, makers=6)),
         (0.6, Schedule(8, 8, 1, 25, 8, makers=6)),
         (2.01, VK_TWO),
@@ -62,6 +64,7 @@ SCHEDULES: Table = {
         (math.inf, HALF_KV_FOUR),
     ),
     ("kv", 2): (
+        (0.1, Schedule(4, 16, 1, 25, makers=6)),
         (0.2, Schedule(4, 32, 1, 25, makers=6)),
         (0.6, Schedule(4, 64, 1, 25, makers=6)),
         (2.01, KV_TWO),
