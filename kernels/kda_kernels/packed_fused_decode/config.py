@@ -49,6 +49,8 @@ SCHEDULES: Table = {
         (3.01, VK_THREE),
         (8.01, VK_TWO),
         (9.01, VK_THREE),
+        (11.01, VK_TWO),
+        (12.01, VK_THREE),
         (math.inf, VK_TWO),
     ),
     ("kv", 4): (
@@ -60,6 +62,8 @@ SCHEDULES: Table = {
         (4.01, HALF_KV_FOUR),
         (4.51, HALF_KV_THREE),
         (7.01, HALF_KV_FOUR),
+        (7.51, HALF_KV_THREE),
+        (8.01, HALF_KV_FOUR),
         (9.01, HALF_KV_THREE),
         (math.inf, HALF_KV_FOUR),
     ),
