@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from kda_kernels.contract.spec import HEAD_DIM
 
+REGISTERS = 65536
+"""Of a processor, on every architecture."""
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -35,6 +38,11 @@ class Schedule:
     batch: int = 0
     token_first: bool = False
     makers: int = 0
+
+    @property
+    def registers(self) -> int:
+        """Registers that a thread may have."""
+        return min(255, REGISTERS // (self.threads * self.min_blocks))
 
     @property
     def threads(self) -> int:

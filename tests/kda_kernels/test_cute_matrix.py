@@ -28,6 +28,7 @@ from kda_kernels._cute.target import TARGETS
 from kda_kernels.contract.example import Kinds, example
 from kda_kernels.packed_fused_decode.config import SCHEDULES
 from kda_kernels.plan import CONTRACTS
+from kda_kernels.schedule import REGISTERS
 
 OPERATORS = [contract.name for contract in CONTRACTS]
 LAST_STEP = "cuda-to-binary"
@@ -35,8 +36,6 @@ MACHINE, NOWHERE = "nvptx64-nvidia-cuda", "nowhere64-none-none"
 LET_START = "griddepcontrol.launch_dependents;"
 UNPACK = "shl.b32 $0, $1, 16;"
 """How a bfloat16 state becomes float32 first (device.py)."""
-REGISTERS = 65536
-"""Of a processor, on every architecture."""
 
 
 def jobs(operator):
@@ -177,14 +176,16 @@ def test_the_next_kernel_is_let_start_before_the_state_is_used(operator, layout,
     assert text.index(LET_START) < text.index(UNPACK)
 
 
+@pytest.mark.parametrize("window", ["SD", "DS"])
+@pytest.mark.parametrize("layout", ["vk", "kv"])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-def test_long_windows_of_layout_ds_take_no_local_memory(state):
-    """They are written whole, and registers for all of eight tokens are many."""
+def test_eight_tokens_a_sequence_take_no_local_memory(state, layout, window):
+    """Tokens are made side by side, and long windows written whole, where registers are left."""
     contract = next(c for c in CONTRACTS if c.name == "packed_fused_decode")
-    scalars = {"state_layout": "vk", "lower_bound": -5.0}
-    values = example(contract, {"T": 8}, Kinds(state=state, window="DS"), scalars)
+    scalars = {"state_layout": layout, "lower_bound": -5.0}
+    values = example(contract, {"T": 8}, Kinds(state=state, window=window), scalars)
     launch = parallel.launch_of(contract.name)
-    _, schedule = SCHEDULES["vk", state.itemsize][-1]
+    _, schedule = SCHEDULES[layout, state.itemsize][-1]
     variant = launch.variant_of(values, torch.bfloat16, processors=1)
     many = replace(variant, schedule=schedule)
     target = next(t for t in TARGETS if t.arch == "sm_90a")

@@ -9,9 +9,9 @@ from typing import Any
 
 import cutlass
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, cute
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
+
+from kda_kernels._cute import device
 
 NUMBER_BYTES = 4
 """Of what is sent, by which barriers count."""
@@ -55,15 +55,8 @@ def wait(barriers: cute.Tensor, number: int | Int32) -> None:
     cute.arch.mbarrier_wait(barriers.iterator + number, 0)
 
 
-@dsl_user_op
 def send(
-    place: cute.Pointer,
-    barrier: cute.Pointer,
-    rank: Int32,
-    values: Constexpr,
-    *,
-    loc: object = None,
-    ip: object = None,
+    place: cute.Pointer, barrier: cute.Pointer, rank: Int32, values: tuple[Float32, ...]
 ) -> None:
     """Send one number, or four side by side, to a block of the cluster, oneself included.
 
@@ -72,24 +65,13 @@ def send(
         barrier: the receiver's that counts them, as it lies in one's own shared memory.
         rank: the receiver.
         values: one or four numbers.
-        loc: of the operation, for the compiler.
-        ip: of the operation, for the compiler.
     """
     count = len(values)
-    numbers: list[Any] = [Float32(x).ir_value(loc=loc, ip=ip) for x in values]
     listed = ", ".join(f"${3 + n}" for n in range(count))
     stored = f".f32 [there], {listed}" if count == 1 else f".v4.f32 [there], {{{listed}}}"
-    llvm.inline_asm(
-        None,
-        [
-            place.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
-            barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
-            Int32(rank).ir_value(loc=loc, ip=ip),
-            *numbers,
-        ],
+    device.assembly(
         f"{_ADDRESSES}{stored}, [bar];\n\t}}",
         "r,r,r" + ",f" * count,
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
+        None,
+        *(place.toint(), barrier.toint(), Int32(rank), *map(Float32, values)),
     )

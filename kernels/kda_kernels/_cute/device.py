@@ -7,7 +7,7 @@ Not here: kernels and schedules (<op>/cute.py, <op>/config.py).
 from typing import Any
 
 import cutlass
-from cutlass import Constexpr, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -59,39 +59,49 @@ def slot_at(
 
 
 @dsl_user_op
-def launder(word: Int32, *, loc: object = None, ip: object = None) -> Int32:
-    """Return a 32-bit word through a move that the compiler cannot look into."""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [Int32(word).ir_value(loc=loc, ip=ip)],
-            "mov.b32 $0, $1;",
-            "=r,r",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
+def assembly(
+    text: str,
+    constraints: str,
+    result: Any,  # noqa: ANN401 - a type of the intermediate language, or None
+    *operands: Any,  # noqa: ANN401 - numbers
+    stays: bool = True,
+    loc: object = None,
+    ip: object = None,
+) -> Any:  # noqa: ANN401 - a value of the intermediate language
+    """Put an instruction of PTX where it is written.
+
+    Args:
+        text: the instruction.
+        constraints: how its operands are passed.
+        result: the type of its result.
+        *operands: what it reads.
+        stays: it is neither moved across others that stay nor dropped.
+        loc: of the operation, for the compiler.
+        ip: of the operation, for the compiler.
+    """
+    return llvm.inline_asm(
+        result,
+        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
+        text,
+        constraints,
+        has_side_effects=stays,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
     )
 
 
-@dsl_user_op
-def launder_address(address: Int64, *, loc: object = None, ip: object = None) -> Int64:
+def launder(word: Int32) -> Int32:
+    """Return a 32-bit word through a move that the compiler cannot look into."""
+    return Int32(assembly("mov.b32 $0, $1;", "=r,r", T.i32(), Int32(word)))
+
+
+def launder_address(address: Int64) -> Int64:
     """Return an address through a move that the compiler cannot look into.
 
     Without it the parts of many addresses that a loop does not change are kept in registers, two
     for each access, instead of one address with constants beside it.
     """
-    return Int64(
-        llvm.inline_asm(
-            T.i64(),
-            [Int64(address).ir_value(loc=loc, ip=ip)],
-            "mov.b64 $0, $1;",
-            "=l,l",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+    return Int64(assembly("mov.b64 $0, $1;", "=l,l", T.i64(), Int64(address)))
 
 
 _HALVES = (
@@ -99,23 +109,6 @@ _HALVES = (
     ("prmt.b32 $0, $1, 0, 0x1044;", "prmt.b32 $0, $1, 0, 0x3244;"),
 )
 """How the two bfloat16 of a word become float32, first and again, an instruction each."""
-
-
-@dsl_user_op
-def _half(
-    word: Int32, how: Constexpr, stays: Constexpr, *, loc: object = None, ip: object = None
-) -> Float32:
-    return Float32(
-        llvm.inline_asm(
-            T.f32(),
-            [Int32(word).ir_value(loc=loc, ip=ip)],
-            how,
-            "=f,r",
-            has_side_effects=stays,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
 
 
 def unpacked(vector: cute.Tensor, *, again: bool = False) -> cute.Tensor:
@@ -130,7 +123,8 @@ def unpacked(vector: cute.Tensor, *, again: bool = False) -> cute.Tensor:
     result = cute.make_rmem_tensor(vector.layout, Float32)
     for i in range(cute.size(words)):
         for j, how in enumerate(_HALVES[again]):
-            result[2 * i + j] = _half(words[i], how, again)
+            half = assembly(how, "=f,r", T.f32(), Int32(words[i]), stays=again)
+            result[2 * i + j] = Float32(half)
     return result
 
 
@@ -214,20 +208,9 @@ def opaque(pointer: cute.Pointer, alignment: int) -> cute.Pointer:
     return cute.make_ptr(pointer.dtype, address, cute.AddressSpace.gmem, assumed_align=alignment)
 
 
-@dsl_user_op
-def register(name: Constexpr, *, loc: object = None, ip: object = None) -> Int32:
+def register(name: str) -> Int32:
     """Read a special register again, so that nothing has to keep its value until here."""
-    return Int32(
-        llvm.inline_asm(
-            T.i32(),
-            [],
-            f"mov.u32 $0, %{name};",
-            "=r",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-        )
-    )
+    return Int32(assembly(f"mov.u32 $0, %{name};", "=r", T.i32()))
 
 
 def vector(base: cute.Pointer, offset: Int64, count: int, alignment: int) -> cute.Tensor:
@@ -249,6 +232,11 @@ def read(base: cute.Pointer, offset: Int64, count: int, aligned: bool) -> cute.T
     for i in range(count):
         result[i] = Float32(raw[i])
     return result
+
+
+def prefetch(base: cute.Pointer, offset: Int64) -> None:
+    """Bring the line of memory around an element into the second-level cache."""
+    assembly("prefetch.global.L2 [$0];", "l", None, Int64((base + offset).toint()))
 
 
 def converted(values: cute.Tensor, dtype: Any) -> cute.Tensor:  # noqa: ANN401 - a CUTLASS type

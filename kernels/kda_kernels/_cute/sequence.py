@@ -32,6 +32,8 @@ HISTORY = convolution.HISTORY
 STEP = 4
 """Tokens that are prepared at once. With three or more the history of the next ones is all in the
 packed rows."""
+LINE_BYTES = 128
+"""Of memory that a prefetch asks for."""
 LAST_ROLE = 5
 """Of those that prepare a sequence: betas and slots, behind what prepares a token."""
 
@@ -90,6 +92,17 @@ def slot_of_lane(
     return cutlass.select_(kept, Int32(slot), Int32(-1))
 
 
+def side_by_side(v: Constexpr) -> int:
+    """Return how many tokens a warp makes at once.
+
+    With two, the steps of one fill the waits of the other. Where warps make tokens for others, the
+    first token is waited for; and neither a block of few registers nor one whose long window is
+    written whole has any to spare.
+    """
+    few = v.schedule.registers < 96 or (v.by_channel and v.room > STEP)
+    return 1 if v.schedule.makers or few else 2
+
+
 @cute.jit
 def prepare_part(
     i: Constexpr,
@@ -135,18 +148,25 @@ def prepare_part(
     if const_expr(i.conv_bias is not None):
         bias = device.read(i.conv_bias.iterator, Int64(at), count, v.aligned)
     rolling_window.write(i, slot_window, at, (begin, length, start), columns, v)
-    history = cute.make_tensor(
-        columns.iterator, cute.make_layout((count, HISTORY), stride=(wide, 1))
-    )
-    # One token's code for all: each moves the columns on.
-    for t in range(cutlass.min(Int32(STEP), length - start)):
-        made = convolution.silu_of_sum(taps, bias, history, columns[None, HISTORY])
-        make_part(part, made, i.scale)
-        barrier = None if const_expr(blocks == 1) else memory.barriers.iterator + (start + t)
-        put_everywhere(token_of(tokens, start + t), part, made, lane, blocks, barrier)
+    together = const_expr(side_by_side(v))
+    # One code for all: each turn moves the columns on.
+    for t in range(0, cutlass.min(Int32(STEP), length - start), together):
+        pair = []
+        for n in cutlass.range_constexpr(together):
+            history = cute.make_tensor(
+                columns.iterator + n, cute.make_layout((count, HISTORY), stride=(wide, 1))
+            )
+            made = convolution.silu_of_sum(taps, bias, history, columns[None, HISTORY + n])
+            make_part(part, made, i.scale)
+            pair.append(made)
+        for n in cutlass.range_constexpr(together):
+            number = start + t + n
+            if (n == 0) | (number < length):
+                barrier = None if const_expr(blocks == 1) else memory.barriers.iterator + number
+                put_everywhere(token_of(tokens, number), part, pair[n], lane, blocks, barrier)
         for c in cutlass.range_constexpr(count):
-            for j in cutlass.range_constexpr(wide - 1):
-                columns[c, j] = columns[c, j + 1]
+            for j in cutlass.range_constexpr(wide - together):
+                columns[c, j] = columns[c, j + together]
 
 
 @cute.jit
@@ -194,6 +214,56 @@ def prepare(
 
 
 @cute.jit
+def ask_for_later_rows(
+    i: Constexpr,
+    span: tuple[Int32, Int32, Int32],
+    place: tuple[Int32, Int32, Int32, Int32],
+    v: Constexpr,
+) -> None:
+    """Ask for the rows behind the first step, by the warps that will read them."""
+    head, rank, warp, lane = place
+    part = warp - v.schedule.maker(0)
+    if (part >= 0) & (part < DECAYS) & (rank == part % v.blocks):
+        at = part * (Int32(i.x.shape[1]) // 3) + head * D
+        ask_for_head(i, "x", 0, at, span, lane, v)
+    if warp == v.schedule.maker(DECAYS):
+        ask_for_head(i, "raw_gate", v.row_axis("raw_gate"), head * D, span, lane, v)
+    if warp == v.schedule.maker(GAINS):
+        ask_for_head(i, "output_gate", v.row_axis("output_gate"), head * D, span, lane, v)
+
+
+@cute.jit
+def ask_for_head(
+    i: Constexpr,
+    name: Constexpr,
+    axis: Constexpr,
+    at: Int32,
+    span: tuple[Int32, Int32, Int32],
+    lane: Int32,
+    v: Constexpr,
+) -> None:
+    """Ask for the 128 channels from ``at`` on of a sequence's rows behind the first step.
+
+    Args:
+        i: the call.
+        name: of the tensor.
+        axis: of the tensor, which counts rows.
+        at: the first channel.
+        span: the sequence's first row and length, its accepted tokens less one.
+        lane: within the warp.
+        v: the variant.
+    """
+    source, (begin, length, _) = getattr(i, name), span
+    lines = const_expr(D * source.element_type.width // 8 // LINE_BYTES)
+    channel = at + lane % lines * (D // lines)
+    together = const_expr(32 // lines)
+    for start in cutlass.range_constexpr(STEP, v.room, together):
+        t = start + lane // lines
+        if t < length:
+            device.prefetch(source.iterator, Int64(begin + t) * source.stride[axis] + channel)
+
+
+@cute.jit
 def prepare_all(
     i: Constexpr,
     slot_window: cute.Pointer,
@@ -204,6 +274,8 @@ def prepare_all(
 ) -> None:
     """Make all tokens of a sequence in shared memory, ``STEP`` at a time."""
     begin, length, accepted = span
+    if const_expr(v.room > STEP):
+        ask_for_later_rows(i, span, place, v)
     if const_expr(v.room == STEP):
         prepare(i, slot_window, (begin, length, accepted, Int32(0)), place, memory, v)
     else:
