@@ -125,7 +125,7 @@ import importlib.abc, os, sys
 class Blocker(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
-            raise ImportError(f"{name} is not to be imported")
+            raise ModuleNotFoundError(f"{name} is not to be imported")
 sys.meta_path.insert(0, Blocker())
 os.environ["PATH"] = ""
 import kda_ops
