@@ -7,12 +7,12 @@ import pytest
 
 import kda_ops
 from kda_kernels import artifacts
-from kda_kernels.testing.process import report_of
+from kda_kernels.testing.process import WITHOUT_CUTE_DSL, report_of
 
 pytestmark = pytest.mark.gpu
 
 COMMON = """
-import hashlib, importlib.abc, json, os, sys
+import hashlib, json, os, sys
 import torch, kda_ops
 from kda_kernels._cute import compile as backend
 
@@ -39,13 +39,6 @@ values = inputs()
 facts["result"] = digest(kda_ops.packed_kda_decode(*values), values[5])
 facts["cutlass"] = any(name.split(".")[0] == "cutlass" for name in sys.modules)
 print(json.dumps(facts))
-"""
-BLOCKED = """
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
-            raise ModuleNotFoundError(f"{name} is not to be imported")
-sys.meta_path.insert(0, Blocker())
 """
 CAPTURED = """
 values, output = inputs(), torch.zeros(rows, 1, heads, 128, dtype=torch.bfloat16, device="cuda")
@@ -94,7 +87,7 @@ def test_a_bundle_serves_where_cute_dsl_cannot_be_imported_and_nothing_links(
     bundle, expected, tmp_path
 ):
     empty = {"KDA_CACHE_DIR": str(tmp_path / "cache"), "PATH": str(tmp_path), "CC": ""}
-    facts = run(BLOCKED + EAGER, KDA_BUNDLE=str(bundle), **empty)
+    facts = run(WITHOUT_CUTE_DSL + EAGER, KDA_BUNDLE=str(bundle), **empty)
     assert facts == {"result": expected, "cutlass": False}
     assert not (tmp_path / "cache").exists()
 
@@ -109,7 +102,10 @@ except kda_ops.UnsupportedError as error:
 print(json.dumps(facts))
 """
     facts = run(
-        BLOCKED + code, KDA_BUNDLE=str(bundle), KDA_CACHE_DIR=str(tmp_path), PATH=str(tmp_path)
+        WITHOUT_CUTE_DSL + code,
+        KDA_BUNDLE=str(bundle),
+        KDA_CACHE_DIR=str(tmp_path),
+        PATH=str(tmp_path),
     )
     assert "softplus=True" in facts["error"]
     assert "kda_ops.warmup('packed_decode', ..., arch=" in facts["error"]
@@ -125,7 +121,7 @@ def test_after_a_warm_up_the_first_call_may_be_captured(warm, expected, tmp_path
 
 def test_after_a_warm_up_from_a_bundle_the_first_call_may_be_captured(bundle, expected, tmp_path):
     cache = {artifacts.ENVIRONMENT_VARIABLE: str(tmp_path / "cache"), "PATH": str(tmp_path)}
-    facts = run(BLOCKED + WARM + CAPTURED, KDA_BUNDLE=str(bundle), CC="", **cache)
+    facts = run(WITHOUT_CUTE_DSL + WARM + CAPTURED, KDA_BUNDLE=str(bundle), CC="", **cache)
     assert facts == {"warmed": [False], "left": 0, "untouched": True, "result": expected}
 
 

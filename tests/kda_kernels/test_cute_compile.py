@@ -6,7 +6,6 @@ Every variant for every architecture: test_cute_matrix.py.
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -22,6 +21,7 @@ from kda_kernels.packed_decode import launch
 from kda_kernels.packed_decode.contract import CONTRACT
 from kda_kernels.plan import CONTRACTS
 from kda_kernels.testing.cases import Case, draw
+from kda_kernels.testing.process import WITHOUT_CUTE_DSL, report_of
 
 CUOBJDUMP = shutil.which("cuobjdump")
 FEW, MANY = {"B": 1, "H": 1, "S": 2}, {"B": 700, "H": 1, "S": 700}
@@ -120,13 +120,8 @@ def test_processes_that_compile_together_fill_the_cache_with_loadable_objects(
         )
 
 
-WITHOUT_CUTE_DSL = """
-import importlib.abc, os, sys
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
-            raise ModuleNotFoundError(f"{name} is not to be imported")
-sys.meta_path.insert(0, Blocker())
+LOAD_TWO = """
+import json, os, sys
 os.environ["PATH"] = ""
 import kda_ops
 from kda_kernels._cute import compile as backend
@@ -136,11 +131,12 @@ from kda_kernels.packed_decode import launch
 found = kda_ops.load_bundle(sys.argv[1])
 variants = launch.matrix()
 load = lambda v: backend.load("packed_decode", v, TARGETS[3], launch.trace, launch.SOURCES)
-print(callable(load(variants[0])), found.runtime)
+facts = {"served": callable(load(variants[0])), "runtime": str(found.runtime)}
 try:
     load(variants[1])
 except UnsupportedError as error:
-    print(error)
+    facts["missing"] = str(error)
+print(json.dumps(facts))
 """
 
 
@@ -156,11 +152,8 @@ def test_a_bundle_is_loaded_where_neither_cute_dsl_nor_a_linker_is(with_runtime,
         [(job.identity, made)],
         library.path if with_runtime else None,
     )
-    command = [sys.executable, "-c", WITHOUT_CUTE_DSL, str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    served, missing = done.stdout.splitlines()
-    assert served == f"True {tmp_path / runtime.NAME if with_runtime else library.path}"
-    assert "add it where it is: kda_ops.warmup('packed_decode', ..., arch='sm_90a'" in missing
+    facts = report_of(WITHOUT_CUTE_DSL + LOAD_TWO, str(tmp_path))
+    assert facts["served"] is True
+    assert facts["runtime"] == str(tmp_path / runtime.NAME if with_runtime else library.path)
+    asked = "add it where it is: kda_ops.warmup('packed_decode', ..., arch='sm_90a'"
+    assert asked in facts["missing"]

@@ -73,5 +73,8 @@ def send(
         f"{_ADDRESSES}{stored}, [bar];\n\t}}",
         "r,r,r" + ",f" * count,
         None,
-        *(place.toint(), barrier.toint(), Int32(rank), *map(Float32, values)),
+        place.toint(),
+        barrier.toint(),
+        rank,
+        *values,
     )

@@ -274,10 +274,9 @@ def prepare_all(
 ) -> None:
     """Make all tokens of a sequence in shared memory, ``STEP`` at a time."""
     begin, length, accepted = span
-    if const_expr(v.room > STEP):
-        ask_for_later_rows(i, span, place, v)
     if const_expr(v.room == STEP):
         prepare(i, slot_window, (begin, length, accepted, Int32(0)), place, memory, v)
     else:
+        ask_for_later_rows(i, span, place, v)
         for start in range(0, length, STEP):
             prepare(i, slot_window, (begin, length, accepted, start), place, memory, v)

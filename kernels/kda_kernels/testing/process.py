@@ -12,6 +12,16 @@ import subprocess
 import sys
 from typing import Any
 
+WITHOUT_CUTE_DSL = """
+import importlib.abc, sys
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("cutlass", "nvidia_cutlass_dsl"):
+            raise ModuleNotFoundError(f"{name} is not to be imported")
+sys.meta_path.insert(0, Blocker())
+"""
+"""How a program starts that shall find no CuTe DSL. torch asks for it too, where it has CUDA."""
+
 
 def report_of(code: str, *arguments: str, **environment: str | None) -> Any:  # noqa: ANN401
     """Return what a fresh process prints as JSON on its last line.
