@@ -7,15 +7,14 @@ Columns: microseconds of one call, every sequence at its full length; share of t
 on 1 GB in the same run) of the bytes that have to move: a state read and T written for each
 sequence, windows, activations, outputs; the time of one fused_decode of as many rows, and how many
 of them the call takes as long as; how many times longer flash-linear-attention's kernels take for
-convolution, recurrence and norm of the same tokens, where it is installed. Those keep one state a
-sequence, and no checkpoints.
+the same tokens, where it is installed: with every token's checkpoint, as we do, and with only the
+last state of a sequence (speculative_peer.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -31,7 +30,8 @@ import harness
 import kda_ops
 import live_peer
 import provenance
-from decode_calls import HEAD_DIM, STATE_DTYPES, Values
+import speculative_peer
+from decode_calls import STATE_DTYPES, Values
 from kda_kernels.plan import CONTRACTS
 from kda_kernels.testing.cases import Case, clone, draw, exact, output_of, run_reference, traffic
 from kda_kernels.testing.compare import assert_within_budget
@@ -39,8 +39,6 @@ from kda_kernels.testing.ties import step_off_ties
 
 SPECULATIVE = CONTRACTS[2]
 BY_ROW = ("x", "raw_gate", "raw_beta", "output_gate")
-TOLERANCE = 0.02
-"""Largest difference of a peer's outputs from ours, relative to their norm."""
 
 
 @dataclass(frozen=True)
@@ -114,55 +112,6 @@ def refuse_if_wrong(cell: Cell, values: Values, call: Callable[[], Tensor]) -> N
         raise SystemExit(f"{cell}: {wrong}; nothing to measure") from wrong
 
 
-def triton_way(cell: Cell, values: Values) -> Callable[[], Tensor] | None:
-    """Return flash-linear-attention's kernels for the same tokens, None with a word where not."""
-    if cell.layout != "kv" or cell.window != "SD" or live_peer.name() is None:
-        return None
-    try:
-        return _triton_way(cell, values)
-    except Exception as error:  # another version's arguments, a missing dependency, its compiler
-        print(f"# {live_peer.name()}: {type(error).__name__}: {error}")
-        return None
-
-
-def _triton_way(cell: Cell, values: Values) -> Callable[[], Tensor]:
-    """Return the call; tensors are laid out before, so that it copies none."""
-    convolve: Any = importlib.import_module("fla.modules.convolution").causal_conv1d
-    recur: Any = importlib.import_module("fla.ops.kda").fused_recurrent_kda
-    norm: Any = importlib.import_module("fla.modules.fused_norm_gate").rms_norm_gated
-    n, t, h = cell.sequences, cell.tokens, cell.heads
-    heads = (n, t, h, HEAD_DIM)
-    x = values["x"].reshape(n, t, -1)
-    taps = values["weight"].transpose(1, 2).reshape(-1, 4).to(x.dtype).contiguous()
-    history = torch.zeros(n, x.shape[-1], 4, dtype=x.dtype, device=x.device)
-    gate = values["output_gate"].reshape(heads)
-    state = values["state"][:n].contiguous()
-    options = {
-        "g": values["raw_gate"].reshape(heads),
-        "beta": values["raw_beta"].reshape(heads[:3]),
-        "A_log": values["A_log"],
-        "dt_bias": values["dt_bias"],
-        "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "lower_bound": values["lower_bound"],
-    }
-    weight = values["norm_weight"].to(x.dtype)
-
-    def call() -> Tensor:
-        mixed, _ = convolve(
-            x, taps, initial_state=history, output_final_state=True, activation="silu"
-        )
-        q, k, v = (part.view(heads) for part in mixed.chunk(3, -1))
-        o, _ = recur(q, k, v, initial_state=state, **options)
-        y: Tensor = norm(o, gate, weight, None, activation="sigmoid", eps=1e-5)
-        return y
-
-    call()
-    return call
-
-
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -204,10 +153,15 @@ def measure(cell: Cell, top: float, device: str, rounds: int) -> dict[str, Any]:
     output = output_of(SPECULATIVE, values)
     call = functools.partial(kda_ops.packed_fused_kda_decode, **values, output=output)
     refuse_if_wrong(cell, values, call)
-    calls: list[Callable[[], Tensor]] = [call, one_token(cell, device)]
-    beside = triton_way(cell, values)
-    calls += [beside] if beside is not None else []
-    us, single, *peer = gpu_timing.microseconds(calls, rounds)
+    peers = {}
+    if cell.window == "SD":
+        peers = speculative_peer.calls(
+            cell.layout, values, lambda given: kda_ops.packed_fused_kda_decode(**given)
+        )
+    us, single, *theirs = gpu_timing.microseconds(
+        [call, one_token(cell, device), *peers.values()], rounds
+    )
+    over = {name: time / us for name, time in zip(peers, theirs, strict=True)}
     moved = traffic(SPECULATIVE, values)
     return asdict(cell) | {
         "us": us,
@@ -215,13 +169,15 @@ def measure(cell: Cell, top: float, device: str, rounds: int) -> dict[str, Any]:
         "share": moved / us * 1e6 / top,
         "one_token_us": single,
         "steps": us / single,
-        "over_triton": peer[0] / us if peer else None,
+        "over_triton": over.get("checkpoints"),
+        "over_triton_one_state": over.get("one state"),
     }
 
 
 def row(line: dict[str, Any]) -> str:
     """Return a line of the table."""
-    peer = f"{line['over_triton']:.2f}" if line["over_triton"] else ""
+    ratios = (line["over_triton"], line["over_triton_one_state"])
+    peer = " ".join(f"{ratio:.2f}" if ratio else "-" for ratio in ratios)
     return (
         f"{line['state']:5s} {line['layout']:6s} {line['window']:6s} {line['heads']:2d} "
         f"{line['sequences']:4d} {line['tokens']:2d} {line['us']:9.1f} {line['share']:7.3f} "
@@ -238,7 +194,9 @@ def main() -> None:
     top = gpu_timing.ceiling(options.rounds)
     harness.print_facts(facts | {"live peer": live_peer.name() or "none installed"})
     print(f"# mul_ on 1 GB: {top / 1e12:.2f} TB/s")
-    print("state layout window  H    N  T        us  of mul_  T = 1 us  steps  Triton")
+    print(
+        "state layout window  H    N  T        us  of mul_  T = 1 us  steps  Triton, its last state"
+    )
     lines = []
     for cell in todo:
         lines.append(measure(cell, top, options.device, options.rounds))

@@ -86,7 +86,10 @@ def parallel_table(report: Report) -> Iterator[str]:
 
 
 def speculative_table(report: Report) -> Iterator[str]:
-    """Yield the lines of the table of drafted tokens: microseconds, share of mul_, steps' worth."""
+    """Yield the lines of the table of drafted tokens: microseconds, share of mul_, steps' worth.
+
+    Behind them how many times longer Triton kernels take, with checkpoints / without.
+    """
     tokens = sorted({line["tokens"] for line in report["lines"]})
     named = [f"T = {count}" for count in tokens]
     yield from _head(["state", "layout", "H", "sequences", "one step", *named])
@@ -101,7 +104,10 @@ def speculative_table(report: Report) -> Iterator[str]:
 
 def _verified(line: Line) -> str:
     text = f"{line['us']:.1f} ({line['share']:.2f}) {line['steps']:.1f} steps"
-    return f"{text}, Triton {line['over_triton']:.1f}×" if line["over_triton"] else text
+    both = (line["over_triton"], line["over_triton_one_state"])
+    if not any(both):
+        return text
+    return f"{text}, {' / '.join(f'{ratio:.1f}' if ratio else '-' for ratio in both)}×"
 
 
 def goal_table(report: Report) -> Iterator[str]:

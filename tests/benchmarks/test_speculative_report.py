@@ -22,9 +22,10 @@ def test_a_cell_is_held_against_the_reference_before_it_is_timed():
 def test_the_table_has_a_column_for_every_number_of_tokens_and_says_how_many_steps_it_costs():
     lines = [
         {"state": "bf16", "layout": "vk", "heads": 12, "sequences": 8, "tokens": tokens}
-        | {"us": us, "share": 0.5, "one_token_us": 4.0, "steps": us / 4, "over_triton": peer}
+        | {"us": us, "share": 0.5, "one_token_us": 4.0, "steps": us / 4}
+        | {"over_triton": peer, "over_triton_one_state": peer and peer / 2}
         for tokens, us, peer in ((2, 6.0, None), (4, 10.0, 3.0))
     ]
     head, _, row = tables.speculative_table({"lines": lines})
     assert head == "| state | layout | H | sequences | one step | T = 2 | T = 4 |"
-    assert row.endswith("| 4.0 | 6.0 (0.50) 1.5 steps | 10.0 (0.50) 2.5 steps, Triton 3.0× |")
+    assert row.endswith("| 4.0 | 6.0 (0.50) 1.5 steps | 10.0 (0.50) 2.5 steps, 3.0 / 1.5× |")
