@@ -23,7 +23,7 @@ import live_peer
 from decode_calls import HEAD_DIM, Values
 
 TOLERANCE = 0.02
-"""Largest difference of its outputs from ours, relative to their norm: both are in bf16."""
+"""Largest difference of its outputs and checkpoints from ours, relative to their norm."""
 TAPS = 4
 
 Call = Callable[[], Tensor]
@@ -39,22 +39,29 @@ def calls(layout: str, values: Values, ours: Callable[[Values], Tensor]) -> dict
     """
     if live_peer.name() is None:
         return {}
-    right = ours(_copied(values))
+    right = _copied(values)
+    right_output = ours(right)
     found: dict[str, Call] = {}
     for what, way in (("one state", _one_state), ("checkpoints", _checkpoints)):
+        theirs = _copied(values)
+        # Whatever another version's arguments, a missing dependency or its compiler raise.
         try:
-            call = way(layout, _copied(values))
-            away = float((call().float() - right.float()).norm() / right.float().norm())
-        except (
-            Exception
-        ) as error:  # another version's arguments, a missing dependency, its compiler
+            call = way(layout, theirs)
+            away = _relative_difference(call(), right_output)
+        except Exception as error:
             print(f"# {live_peer.name()}, {what}: {type(error).__name__}: {error}")
             continue
+        if what == "checkpoints":
+            away = max(away, _relative_difference(theirs["state"], right["state"]))
         if not away <= TOLERANCE:
             print(f"# {live_peer.name()}, {what}: relative difference {away:.2g}, not timed")
             continue
         found[what] = call
     return found
+
+
+def _relative_difference(theirs: Tensor, ours: Tensor) -> float:
+    return float((theirs.float() - ours.float()).norm() / ours.float().norm())
 
 
 def _copied(values: Values) -> Values:

@@ -112,6 +112,18 @@ def test_a_way_that_computes_something_else_is_named_and_not_timed(peer, monkeyp
     assert "the peer, checkpoints: relative difference" in said and "not timed" in said
 
 
+def test_checkpoints_that_are_not_written_are_noticed(peer, monkeypatch, capsys):
+    values = bench_speculative.values_of(CELLS[1], "cpu")
+    module, whole = sys.modules["fla.ops.kda.fused_recurrent"], fused_recurrent_kda_fwd
+
+    def forgetful(q, k, v, initial_state, **options):
+        return whole(q, k, v, initial_state=initial_state.clone(), **options)
+
+    monkeypatch.setattr(module, "fused_recurrent_kda_fwd", forgetful)
+    assert list(speculative_peer.calls("kv", values, ours)) == ["one state"]
+    assert "the peer, checkpoints: relative difference" in capsys.readouterr().out
+
+
 def test_without_the_peer_there_is_nothing_to_time(monkeypatch):
     monkeypatch.setattr(live_peer, "name", lambda: None)
     assert speculative_peer.calls("vk", {}, ours) == {}
