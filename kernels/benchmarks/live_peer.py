@@ -23,7 +23,7 @@ import provenance
 from decode_calls import HEAD_DIM, Cell, Values, public_call
 
 TOLERANCE = 0.02
-"""Largest difference of the outputs, relative to their norm: both are rounded to bf16."""
+"""Largest difference of outputs and states, relative to their norm: both are rounded to bf16."""
 
 
 def name() -> str | None:
@@ -45,7 +45,7 @@ def call(cell: Cell, values: Values) -> Callable[[], Tensor] | None:
         return None
     try:
         step = _step(cell, values)
-        different = _difference(cell, values, step)
+        different = relative_difference(step().flatten(), _ours(cell, values).flatten())
     except Exception as error:  # another version's arguments, a missing dependency, its compiler
         print(f"# {name()}: {type(error).__name__}: {error}")
         return None
@@ -60,17 +60,9 @@ def _step(cell: Cell, values: Values) -> Callable[[], Tensor]:
     function: Callable[..., Any] = importlib.import_module("fla.ops.kda").fused_recurrent_kda
     heads = (cell.rows, 1, cell.heads, HEAD_DIM)
     q, k, v = (part.reshape(heads).contiguous() for part in values["mixed_qkv"].chunk(3, -1))
-    arguments = {
-        "g": values["raw_gate"].reshape(heads),
-        "beta": values["raw_beta"].reshape(heads[:3]),
-        "A_log": values["A_log"],
-        "dt_bias": values["dt_bias"],
+    arguments = options(values, heads) | {
         "initial_state": values["state"][: cell.rows],
         "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "lower_bound": values["lower_bound"],
     }
 
     def step() -> Tensor:
@@ -80,10 +72,32 @@ def _step(cell: Cell, values: Values) -> Callable[[], Tensor]:
     return step
 
 
-def _difference(cell: Cell, values: Values, step: Callable[[], Tensor]) -> float:
-    """Return how far its output is from ours on the same states, relative to ours."""
-    theirs = step().float().flatten()
-    slots = torch.arange(cell.rows, dtype=torch.int32, device=theirs.device)
-    mine = values | {"state": values["state"].clone(), "state_indices": slots}
-    ours = public_call(cell, mine)[0]().float().flatten()
-    return float((theirs - ours).norm() / ours.norm())
+def _ours(cell: Cell, values: Values) -> Tensor:
+    """Return our output on the same states, the first of a pool of our own."""
+    pool = values["state"].clone()
+    slots = torch.arange(cell.rows, dtype=torch.int32, device=pool.device)
+    return public_call(cell, values | {"state": pool, "state_indices": slots})[0]()
+
+
+def options(values: Values, heads: tuple[int, ...]) -> dict[str, Any]:
+    """Return what its recurrence takes beside q, k, v and states: it makes gates and beta itself.
+
+    Args:
+        values: the arguments of our call.
+        heads: (sequences, tokens, H, 128).
+    """
+    return {
+        "g": values["raw_gate"].reshape(heads),
+        "beta": values["raw_beta"].reshape(heads[:3]),
+        "A_log": values["A_log"],
+        "dt_bias": values["dt_bias"],
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "lower_bound": values["lower_bound"],
+    }
+
+
+def relative_difference(theirs: Tensor, ours: Tensor) -> float:
+    """Return the norm of the difference over that of ours."""
+    return float((theirs.float() - ours.float()).norm() / ours.float().norm())

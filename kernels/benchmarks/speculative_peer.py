@@ -22,8 +22,6 @@ from torch import Tensor
 import live_peer
 from decode_calls import HEAD_DIM, Values
 
-TOLERANCE = 0.02
-"""Largest difference of its outputs and checkpoints from ours, relative to their norm."""
 TAPS = 4
 
 Call = Callable[[], Tensor]
@@ -47,21 +45,17 @@ def calls(layout: str, values: Values, ours: Callable[[Values], Tensor]) -> dict
         # Whatever another version's arguments, a missing dependency or its compiler raise.
         try:
             call = way(layout, theirs)
-            away = _relative_difference(call(), right_output)
+            away = live_peer.relative_difference(call(), right_output)
         except Exception as error:
             print(f"# {live_peer.name()}, {what}: {type(error).__name__}: {error}")
             continue
         if what == "checkpoints":
-            away = max(away, _relative_difference(theirs["state"], right["state"]))
-        if not away <= TOLERANCE:
+            away = max(away, live_peer.relative_difference(theirs["state"], right["state"]))
+        if not away <= live_peer.TOLERANCE:
             print(f"# {live_peer.name()}, {what}: relative difference {away:.2g}, not timed")
             continue
         found[what] = call
     return found
-
-
-def _relative_difference(theirs: Tensor, ours: Tensor) -> float:
-    return float((theirs.float() - ours.float()).norm() / ours.float().norm())
 
 
 def _copied(values: Values) -> Values:
@@ -103,17 +97,7 @@ def _in_turn(
     in_parts = (x.chunk(3, -1), taps.chunk(3), history.chunk(3, 1))
     parts = [tuple(tensor.contiguous() for tensor in part) for part in zip(*in_parts, strict=True)]
     gate = values["output_gate"].reshape(heads)
-    options = {
-        "g": values["raw_gate"].reshape(heads),
-        "beta": values["raw_beta"].reshape(heads[:3]),
-        "A_log": values["A_log"],
-        "dt_bias": values["dt_bias"],
-        "use_qk_l2norm_in_kernel": True,
-        "use_gate_in_kernel": True,
-        "use_beta_sigmoid_in_kernel": True,
-        "lower_bound": values["lower_bound"],
-        "state_v_first": layout == "vk",
-    }
+    options = live_peer.options(values, heads) | {"state_v_first": layout == "vk"}
     weight, eps = values["norm_weight"].to(x.dtype), values["norm_eps"]
 
     def convolved(x: Tensor, taps: Tensor, history: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""speculative_peer.py without a GPU: PyTorch functions in the place of the peer's."""
+"""live_peer.py and speculative_peer.py without a GPU: PyTorch functions in the peer's place."""
 
 import sys
 from types import ModuleType
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import bench_speculative
+import decode_calls
 import kda_ops
 import live_peer
 import speculative_peer
@@ -23,7 +24,7 @@ def causal_conv1d(x, weight, initial_state, output_final_state, activation):
     return F.silu(y).mT.contiguous().to(x.dtype), columns[:, :, -4:]
 
 
-def tokens(q, k, v, S, *, g, beta, A_log, dt_bias, lower_bound, state_v_first, **flags):
+def tokens(q, k, v, S, *, g, beta, A_log, dt_bias, lower_bound, state_v_first=False, **flags):
     """Yield the output [H, V] and the state [H, V, K] behind each token of one sequence."""
     assert all(flags.values())
     for t in range(len(q)):
@@ -90,6 +91,15 @@ def peer(monkeypatch):
 
 def ours(values):
     return kda_ops.packed_fused_kda_decode(**values)
+
+
+def test_one_step_computes_what_packed_decode_does(peer, monkeypatch, capsys):
+    cell = decode_calls.Cell("packed_decode", "kv", "f32", 2, 3)
+    values = decode_calls.values_of(cell, "cpu")
+    assert live_peer.call(cell, values) is not None, capsys.readouterr().out
+    monkeypatch.setattr(sys.modules["fla.ops.kda"], "fused_recurrent_kda", lambda q, *_, **__: (q,))
+    assert live_peer.call(cell, values) is None
+    assert "another result than ours" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
