@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from decode_calls import HEAD_DIM, Cell, Values, public_call
 TOLERANCE = 0.02
 """Largest difference of outputs and states, relative to their norm: both are rounded to bf16."""
 
+Call = Callable[[], Tensor]
+Pairs = Iterable[tuple[Tensor, Tensor]]
+
 
 def name() -> str | None:
     """Return its name and version, None where it is not installed."""
@@ -34,7 +37,7 @@ def name() -> str | None:
     return f"flash-linear-attention {found} fused_recurrent_kda"
 
 
-def call(cell: Cell, values: Values) -> Callable[[], Tensor] | None:
+def call(cell: Cell, values: Values) -> Call | None:
     """Return one call of its step that computes what packed_decode does, else None with a word.
 
     Args:
@@ -43,19 +46,37 @@ def call(cell: Cell, values: Values) -> Callable[[], Tensor] | None:
     """
     if cell.operator != "packed_decode" or cell.layout != "kv" or name() is None:
         return None
+    return if_right(
+        f"{name()}",
+        lambda: _step(cell, values),
+        lambda output: [(output.flatten(), _ours(cell, values).flatten())],
+    )
+
+
+def if_right(
+    label: str, make: Callable[[], Call], compared: Callable[[Tensor], Pairs]
+) -> Call | None:
+    """Return a call of its that computes what ours does, else None with a word.
+
+    Args:
+        label: what the word calls it.
+        make: makes the call.
+        compared: returns for the call's output what has to agree, theirs and ours.
+    """
     try:
-        step = _step(cell, values)
-        different = relative_difference(step().flatten(), _ours(cell, values).flatten())
+        call = make()
+        differences = [relative_difference(*pair) for pair in compared(call())]
     except Exception as error:  # another version's arguments, a missing dependency, its compiler
-        print(f"# {name()}: {type(error).__name__}: {error}")
+        print(f"# {label}: {type(error).__name__}: {error}")
         return None
-    if not different <= TOLERANCE:
-        print(f"# {name()}: another result than ours (relative difference {different:.2g})")
+    if not all(difference <= TOLERANCE for difference in differences):
+        told = ", ".join(f"{difference:.2g}" for difference in differences)
+        print(f"# {label}: relative difference {told}: another result than ours, not timed")
         return None
-    return step
+    return call
 
 
-def _step(cell: Cell, values: Values) -> Callable[[], Tensor]:
+def _step(cell: Cell, values: Values) -> Call:
     """Return the call; tensors are laid out before, so that it copies none."""
     function: Callable[..., Any] = importlib.import_module("fla.ops.kda").fused_recurrent_kda
     heads = (cell.rows, 1, cell.heads, HEAD_DIM)

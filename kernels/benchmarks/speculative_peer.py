@@ -24,10 +24,10 @@ from decode_calls import HEAD_DIM, Values
 
 TAPS = 4
 
-Call = Callable[[], Tensor]
 
-
-def calls(layout: str, values: Values, ours: Callable[[Values], Tensor]) -> dict[str, Call]:
+def calls(
+    layout: str, values: Values, ours: Callable[[Values], Tensor]
+) -> dict[str, live_peer.Call]:
     """Return its calls by what they keep, with a word instead where one cannot run or differs.
 
     Args:
@@ -37,25 +37,22 @@ def calls(layout: str, values: Values, ours: Callable[[Values], Tensor]) -> dict
     """
     if live_peer.name() is None:
         return {}
-    right = _copied(values)
-    right_output = ours(right)
-    found: dict[str, Call] = {}
-    for what, way in (("one state", _one_state), ("checkpoints", _checkpoints)):
-        theirs = _copied(values)
-        # Whatever another version's arguments, a missing dependency or its compiler raise.
-        try:
-            call = way(layout, theirs)
-            away = live_peer.relative_difference(call(), right_output)
-        except Exception as error:
-            print(f"# {live_peer.name()}, {what}: {type(error).__name__}: {error}")
-            continue
-        if what == "checkpoints":
-            away = max(away, live_peer.relative_difference(theirs["state"], right["state"]))
-        if not away <= live_peer.TOLERANCE:
-            print(f"# {live_peer.name()}, {what}: relative difference {away:.2g}, not timed")
-            continue
-        found[what] = call
-    return found
+    right, theirs = _copied(values), _copied(values)
+    output = ours(right)
+    ways: dict[str, tuple[Callable[[], live_peer.Call], Callable[[Tensor], live_peer.Pairs]]] = {
+        "one state": (
+            lambda: _one_state(layout, values),
+            lambda made: [(made, output)],
+        ),
+        "checkpoints": (
+            lambda: _checkpoints(layout, theirs),
+            lambda made: [(made, output), (theirs["state"], right["state"])],
+        ),
+    }
+    found = {
+        what: live_peer.if_right(f"{live_peer.name()}, {what}", *way) for what, way in ways.items()
+    }
+    return {what: call for what, call in found.items() if call is not None}
 
 
 def _copied(values: Values) -> Values:
@@ -63,7 +60,7 @@ def _copied(values: Values) -> Values:
     return values | {name: values[name].clone() for name in ("state", "conv_state")}
 
 
-def _one_state(layout: str, values: Values) -> Call:
+def _one_state(layout: str, values: Values) -> live_peer.Call:
     """Return its public functions in turn."""
     recur: Any = importlib.import_module("fla.ops.kda").fused_recurrent_kda
     chosen = values["num_accepted_tokens"].long() - 1
@@ -72,7 +69,7 @@ def _one_state(layout: str, values: Values) -> Call:
     return _in_turn(layout, values, recur, {"initial_state": states, "output_final_state": True})
 
 
-def _checkpoints(layout: str, values: Values) -> Call:
+def _checkpoints(layout: str, values: Values) -> live_peer.Call:
     """Return the same with the recurrence's kernel writing every token's state into the pool."""
     module: Any = importlib.import_module("fla.ops.kda.fused_recurrent")
     pool = {
@@ -86,7 +83,7 @@ def _checkpoints(layout: str, values: Values) -> Call:
 
 def _in_turn(
     layout: str, values: Values, recur: Callable[..., Any], states: Mapping[str, Any]
-) -> Call:
+) -> live_peer.Call:
     """Return convolutions, recurrence and norm; all is laid out before, so nothing is copied."""
     convolve: Any = importlib.import_module("fla.modules.convolution").causal_conv1d
     norm: Any = importlib.import_module("fla.modules.fused_norm_gate").rms_norm_gated

@@ -134,6 +134,19 @@ def test_checkpoints_that_are_not_written_are_noticed(peer, monkeypatch, capsys)
     assert "the peer, checkpoints: relative difference" in capsys.readouterr().out
 
 
+def test_checkpoints_without_a_value_are_noticed(peer, monkeypatch, capsys):
+    values = bench_speculative.values_of(CELLS[0], "cpu")
+    module, whole = sys.modules["fla.ops.kda.fused_recurrent"], fused_recurrent_kda_fwd
+
+    def broken(q, k, v, initial_state, **options):
+        output, pool = whole(q, k, v, initial_state=initial_state, **options)
+        return output, pool.fill_(torch.nan)
+
+    monkeypatch.setattr(module, "fused_recurrent_kda_fwd", broken)
+    assert list(speculative_peer.calls("vk", values, ours)) == ["one state"]
+    assert "nan" in capsys.readouterr().out
+
+
 def test_without_the_peer_there_is_nothing_to_time(monkeypatch):
     monkeypatch.setattr(live_peer, "name", lambda: None)
     assert speculative_peer.calls("vk", {}, ours) == {}
